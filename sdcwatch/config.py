@@ -1,0 +1,258 @@
+"""Configuration of the guard and of its telemetry: frozen, keyword-only, checked at construction.
+
+This is the only module that reads the environment, and only when asked: `GuardConfig.from_env` and
+`launcher_environment`. Arguments beat the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from sdcwatch.errors import ConfigurationError
+
+Export = Literal["leader", "node", "all"]
+
+
+def _expect(condition: bool, expected: str, got: object, do: str) -> None:
+    if not condition:
+        msg = f"Expected {expected}, but got {got!r}. {do}"
+        raise ConfigurationError(msg)
+
+
+def _positive(name: str, value: object, *, optional: bool = False) -> None:
+    ok = (value is None and optional) or (
+        isinstance(value, int) and not isinstance(value, bool) and value > 0
+    )
+    also = " or None" if optional else ""
+    _expect(ok, f"`{name}` to be a positive integer{also}", value, "Pass a number of steps >= 1.")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    _expect(value in allowed, f"`{name}` to be one of {allowed}", value, "Pass one of them.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryConfig:
+    """Where records go besides `events.jsonl`.
+
+    Attributes:
+        prometheus: Serve /metrics from the exporting ranks.
+        prometheus_host: Address to bind; loopback unless told otherwise.
+        prometheus_port: Port of local rank 0; local rank i takes port + i. 0 takes any free port,
+            found through `file_sd_dir`.
+        file_sd_dir: Directory for Prometheus file_sd entries, one per exporting rank.
+        otlp: Push over OTLP/HTTP; None means: if a standard OTEL_EXPORTER_OTLP_* endpoint is set.
+        export: Which ranks export: the leader, one per node, or all.
+        wandb: Use `wandb.run` if the script has one.
+        wandb_init: Keyword arguments for `wandb.init` if there is none; None never calls it.
+        logs: Send each non-pass verdict as an OpenTelemetry log record too (experimental).
+        queue_size: Records that may wait; more are dropped and counted.
+        close_seconds: Budget of `close()` for each sink, in seconds.
+        linger_seconds: How long /metrics stays up after the run, so that a scrape sees the end.
+        dashboard_url: URL of the Grafana Run dashboard, for links.
+    """
+
+    prometheus: bool = True
+    prometheus_host: str = "127.0.0.1"
+    prometheus_port: int = 9464
+    file_sd_dir: Path | None = None
+    otlp: bool | None = None
+    export: Export = "leader"
+    wandb: bool = True
+    wandb_init: Mapping[str, Any] | None = None
+    logs: bool = True
+    queue_size: int = 4096
+    close_seconds: float = 2.0
+    linger_seconds: float = 0.0
+    dashboard_url: str = ""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _one_of("export", self.export, ("leader", "node", "all"))
+        _positive("queue_size", self.queue_size)
+        _expect(
+            0 <= self.prometheus_port <= 65535,
+            "`prometheus_port` between 0 and 65535",
+            self.prometheus_port,
+            "Pass 0 for any free port.",
+        )
+        for name in ("close_seconds", "linger_seconds"):
+            value = getattr(self, name)
+            _expect(value >= 0, f"`{name}` >= 0", value, "Pass seconds.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardConfig:
+    """How the guard checks, what it does about a failure, and who it says it is.
+
+    Attributes:
+        audit_every: Steps between replay audits; None turns check 2 off.
+        fingerprint_every: Steps between weight fingerprints; None turns check 3 off except at
+            step 0 and before a checkpoint.
+        checkpoint_every: Steps at which checkpoints are due: made audit steps ahead of time.
+        max_audit_age: Largest age in steps of the last clean audit at which a checkpoint is saved;
+            default `audit_every`, and 0 on `checkpoint_every` steps.
+        mode: "enforce", or "observe": report and change nothing.
+        on_failure: "skip" the update, or "stop" all ranks.
+        max_consecutive_skips: After that many skips in a row "skip" becomes "stop".
+        start_step: Last step already done, on resume; the next one is `start_step + 1`.
+        run: Name of the run; default from the launcher, else the start time.
+        run_dir: Where events.jsonl goes; default ``sdcwatch-runs/<run>``.
+        fault_domain: What counts as independent hardware: "node" or "gpu"; "auto" means nodes if
+            there are three, else GPUs with a warning.
+        quorum: Different ranks that must agree before another is named.
+        buffers: Fingerprint floating-point buffers too (check 3). BatchNorm statistics differ
+            between replicas by design.
+        preflight_micro_batches: Micro-batches recomputed before arming.
+        deadline_seconds: Soft deadline of the guard's own collectives.
+        hang_seconds: How long a step may sit in DDP's collectives before the roll-call.
+        on_hang: "report", or "exit" with code 84 after the roll-call.
+        node: Name of this rank's node; default `SDCWATCH_NODE`, else the host name.
+        instance_id: What a replacement request names; default `SDCWATCH_INSTANCE_ID`, else the
+            host name.
+        gpu_uuid: UUID of this rank's device; default read from the device.
+        seed: Seed of the pairing.
+        comm_hook: ``(state, hook)`` of your own DDP communication hook, composed with the guard's.
+        telemetry: Where records go; "off" for events.jsonl alone.
+        console: Print one line per event on the leader.
+    """
+
+    audit_every: int | None = 100
+    fingerprint_every: int | None = 10
+    checkpoint_every: int | None = None
+    max_audit_age: int | None = None
+    mode: Literal["enforce", "observe"] = "enforce"
+    on_failure: Literal["skip", "stop"] = "skip"
+    max_consecutive_skips: int = 10
+    start_step: int = 0
+    run: str | None = None
+    run_dir: Path | str | None = None
+    fault_domain: Literal["auto", "node", "gpu"] = "auto"
+    quorum: int = 2
+    buffers: bool = False
+    preflight_micro_batches: int = 2
+    deadline_seconds: float = 60.0
+    hang_seconds: float = 300.0
+    on_hang: Literal["report", "exit"] = "report"
+    node: str | None = None
+    instance_id: str | None = None
+    gpu_uuid: str | None = None
+    seed: int = 0
+    comm_hook: tuple[object, Callable[..., Any]] | None = None
+    telemetry: TelemetryConfig | Literal["off"] = field(default_factory=TelemetryConfig)
+    console: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field that can be checked without the model."""
+        for name in ("audit_every", "fingerprint_every", "checkpoint_every"):
+            _positive(name, getattr(self, name), optional=True)
+        for name in ("max_consecutive_skips", "preflight_micro_batches"):
+            _positive(name, getattr(self, name))
+        _one_of("mode", self.mode, ("enforce", "observe"))
+        _one_of("on_failure", self.on_failure, ("skip", "stop"))
+        _one_of("on_hang", self.on_hang, ("report", "exit"))
+        _one_of("fault_domain", self.fault_domain, ("auto", "node", "gpu"))
+        _one_of("quorum", str(self.quorum), ("2", "3"))
+        for name in ("start_step", "max_audit_age"):
+            value = getattr(self, name)
+            ok = value is None or (isinstance(value, int) and value >= 0)
+            _expect(ok, f"`{name}` >= 0", value, "Pass a number of steps.")
+        for name in ("deadline_seconds", "hang_seconds"):
+            _expect(getattr(self, name) > 0, f"`{name}` > 0", getattr(self, name), "Pass seconds.")
+        _expect(
+            self.telemetry == "off" or isinstance(self.telemetry, TelemetryConfig),
+            '`telemetry` to be a TelemetryConfig or "off"',
+            self.telemetry,
+            "Pass sdcwatch.TelemetryConfig(...).",
+        )
+
+    @property
+    def audit_age_limit(self) -> int | None:
+        """Largest age of the last clean audit at which a checkpoint may be saved, in steps."""
+        return self.audit_every if self.max_audit_age is None else self.max_audit_age
+
+    @classmethod
+    def from_env(cls, **arguments: Any) -> GuardConfig:
+        """A config from ``SDCWATCH_<FIELD>`` variables, with `arguments` winning over them.
+
+        Raises:
+            ConfigurationError: A variable cannot be read as the type of its field.
+        """
+        names = {f.name for f in fields(cls)}
+        unknown = sorted(set(arguments) - names)
+        _expect(not unknown, f"options among {sorted(names)}", unknown, "Check the spelling.")
+        values = {n: os.environ[v] for n in names if (v := f"SDCWATCH_{n.upper()}") in os.environ}
+        values.pop("comm_hook", None)
+        return cls(**{**{n: _parse(n, v) for n, v in values.items()}, **arguments})
+
+
+_INTEGERS = frozenset(
+    (
+        "audit_every",
+        "checkpoint_every",
+        "fingerprint_every",
+        "max_audit_age",
+        "max_consecutive_skips",
+        "preflight_micro_batches",
+        "quorum",
+        "seed",
+        "start_step",
+    )
+)
+_BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+def _parse(name: str, text: str) -> Any:
+    try:
+        if name in _INTEGERS:
+            return None if text.lower() == "none" else int(text)
+        if name in ("deadline_seconds", "hang_seconds"):
+            return float(text)
+        if name in ("buffers", "console"):
+            return _BOOLEANS[text.lower()]
+    except (ValueError, KeyError):
+        variable = f"SDCWATCH_{name.upper()}"
+        msg = f"Expected {variable} to be readable as `{name}`, but got {text!r}. Correct it."
+        raise ConfigurationError(msg) from None
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherEnvironment:
+    """What the launcher says about this process.
+
+    Attributes:
+        run: Name of the run, or None.
+        local_rank: Rank within the machine.
+        restart_count: How often the launcher restarted the group.
+        otlp_endpoint: Whether a standard OTLP endpoint variable is set.
+        otel_disabled: Whether OTEL_SDK_DISABLED is true.
+        cublas_workspace: CUBLAS_WORKSPACE_CONFIG, or None.
+    """
+
+    run: str | None
+    local_rank: int
+    restart_count: int
+    otlp_endpoint: bool
+    otel_disabled: bool
+    cublas_workspace: str | None
+
+
+def launcher_environment() -> LauncherEnvironment:
+    """Read what torchrun, Slurm and OpenTelemetry put into the environment."""
+    env = os.environ
+    elastic = env.get("TORCHELASTIC_RUN_ID")
+    run = elastic if elastic and elastic != "none" else env.get("SLURM_JOB_ID")
+    otlp = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+    return LauncherEnvironment(
+        run=run,
+        local_rank=int(env.get("LOCAL_RANK") or env.get("SLURM_LOCALID") or 0),
+        restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        otlp_endpoint=any(env.get(name) for name in otlp),
+        otel_disabled=env.get("OTEL_SDK_DISABLED", "").lower() == "true",
+        cublas_workspace=env.get("CUBLAS_WORKSPACE_CONFIG"),
+    )

@@ -1,0 +1,559 @@
+"""What leaves the guard: typed, frozen, versioned records, and the words they are made of.
+
+A record is built once and goes unchanged to every sink. `encode` gives one JSON object without
+newlines; `decode` is its inverse. Floats that JSON has no number for travel as "NaN", "Infinity"
+and "-Infinity". Fields may be added in schema 1; removing or renaming one raises `SCHEMA`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+from sdcwatch.core.topology import RankInfo
+
+SCHEMA = 1
+
+
+class Check(str, Enum):
+    """The three checks, in the order in which they run."""
+
+    NONFINITE = "nonfinite"
+    REPLAY = "replay"
+    FINGERPRINT = "fingerprint"
+
+
+class Outcome(str, Enum):
+    """What a check came to. `SUSPECT` is the only one that names a rank as the source."""
+
+    PASS = "pass"
+    SUSPECT = "suspect"
+    """One or more ranks are named, with evidence."""
+    REPRODUCIBLE = "reproducible"
+    """Check 1: another node computes the same non-finite value: data, model or loss scale."""
+    UNATTRIBUTED = "unattributed"
+    """Something is wrong and the topology or the facts do not allow a name."""
+    INCONCLUSIVE = "inconclusive"
+    """Check 2: arbitration found no two ranks that agree."""
+    NOT_REPRODUCED = "not_reproduced"
+    """Check 2: one rank was wrong once and is right when asked again: a strike, a warning."""
+    NONDETERMINISTIC = "nondeterministic"
+    """Check 2: a rank that agreed differs from itself: the computation does not repeat."""
+    WIDESPREAD = "widespread"
+    """Too many ranks at once for a single broken device."""
+    TRANSPORT = "transport"
+    """Check 2: the payload that arrived is not the one that was sent."""
+    NOT_REDUCED = "not_reduced"
+    """Check 1: DDP reduced fewer buckets than the model has: software."""
+    SCALE_DIFFERS = "scale_differs"
+    """Check 3: replicas differ, and so do the loss scales of their GradScalers: software."""
+    VOID = "void"
+    """Check 2: the replicas already differed before the audit: check 3 has the verdict."""
+    NOT_RUN = "not_run"
+    """The check was due and could not run."""
+
+
+class Action(str, Enum):
+    """What the guard did about a verdict."""
+
+    NONE = "none"
+    SKIP = "skip"
+    """The update was skipped on every rank: gradients zeroed, weights and state untouched."""
+    TAINT = "taint"
+    """The run is tainted: every later checkpoint is withheld."""
+    STOP = "stop"
+    """All ranks stop with CorruptionDetected."""
+    OBSERVE = "observe"
+    """mode="observe": reported, and nothing else."""
+
+
+class Cause(str, Enum):
+    """Why a non-finite value is there, as far as check 1 can tell."""
+
+    NONE = "none"
+    DEVICE = "device"
+    """Finite when another node computes it."""
+    DATA = "data"
+    """Non-finite on another node too: data or model."""
+    SCALING = "scaling"
+    """Non-finite on another node, finite without the loss scale: the scaler's normal business."""
+    REDUCTION = "reduction"
+    """Local gradients are finite, the reduced ones are not."""
+    WEIGHTS = "weights"
+    """The weights themselves are non-finite."""
+    UNKNOWN = "unknown"
+    """No replay was possible: one node, coverage off, or rate-limited."""
+
+
+class Origin(str, Enum):
+    """Where check 1 saw the non-finite value."""
+
+    NONE = "none"
+    LOCAL = "local"
+    REDUCED = "reduced"
+    LOSS = "loss"
+
+
+class Coverage(str, Enum):
+    """How much of check 2 can be trusted on this model and machine."""
+
+    FULL = "full"
+    LOSS_ONLY = "loss_only"
+    OFF = "off"
+
+
+class GuardState(str, Enum):
+    """The state of the guard; exactly one at a time."""
+
+    PREFLIGHT = "preflight"
+    ARMED = "armed"
+    OBSERVING = "observing"
+    DEGRADED = "degraded"
+    """Checks run, but not all of them: coverage is loss only or off."""
+    TAINTED = "tainted"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class RankState(str, Enum):
+    """The state of a rank that has one. Only a human sets `CONFIRMED` or `DISMISSED`."""
+
+    SUSPECT = "suspect"
+    CONFIRMED = "confirmed"
+    DISMISSED = "dismissed"
+
+
+class SkipReason(str, Enum):
+    """Why an update did not happen."""
+
+    NONFINITE = "nonfinite"
+    REPLAY = "replay"
+    SCALER = "scaler"
+    """GradScaler skipped the step because of its own loss scale: normal under fp16."""
+    NOT_STEPPED = "not_stepped"
+    """The loop did not call optimizer.step() after a passing backward."""
+
+
+class CheckpointResult(str, Enum):
+    """What became of a checkpoint."""
+
+    SAVED = "saved"
+    PROVISIONAL = "provisional"
+    """Saved; becomes `CONFIRMED` at the next clean audit."""
+    CONFIRMED = "confirmed"
+    """An earlier provisional checkpoint, confirmed by a clean audit."""
+    WITHHELD = "withheld"
+    FAILED = "failed"
+    """`save` raised; the error reached every rank."""
+
+
+class GateReason(str, Enum):
+    """Why a checkpoint was saved or withheld."""
+
+    OK = "ok"
+    NONFINITE = "nonfinite"
+    REPLAY = "replay"
+    FINGERPRINT = "fingerprint"
+    TAINTED = "tainted"
+    AUDIT_TOO_OLD = "audit_too_old"
+    NO_AUDIT = "no_audit"
+    NOT_PREFLIGHTED = "not_preflighted"
+    SAVE_ERROR = "save_error"
+
+
+class Phase(str, Enum):
+    """What a duration of a check covers."""
+
+    SCREEN = "screen"
+    AGREE = "agree"
+    CAPTURE = "capture"
+    EXCHANGE = "exchange"
+    REPLAY = "replay"
+    BLAME = "blame"
+    DIGEST = "digest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A rank named by a check, with the counts that support it.
+
+    Attributes:
+        rank: The rank the verdict is about.
+        node: Its node.
+        instance_id: What a replacement request names.
+        gpu: Label of its device: UUID, or node and index.
+        gpu_index: Index on its host, None on CPU.
+        check: The check that named it.
+        bad: Comparisons (or tensors, for check 3) in which it was wrong.
+        total: Comparisons (or tensors) it took part in.
+        partners: Ranks it was compared with.
+        arbiters: Ranks that recomputed and settled it.
+        reproduced: It was wrong again when asked twice more; None if not asked.
+        first_step: First step of this run at which it was named.
+        last_step: Last step at which it was named.
+        tensors: Names of tensors in which it differed, at most ten.
+    """
+
+    rank: int
+    node: str
+    instance_id: str
+    gpu: str
+    gpu_index: int | None
+    check: Check
+    bad: int
+    total: int
+    partners: tuple[int, ...] = ()
+    arbiters: tuple[int, ...] = ()
+    reproduced: bool | None = None
+    first_step: int = 0
+    last_step: int = 0
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One comparison of check 2 that did not match: a producer's result against its replayer's.
+
+    Attributes:
+        producer: Rank whose micro-batch it was.
+        replayer: Rank that recomputed it.
+        loss_equal: The loss bits were equal.
+        tensors: Names of parameters whose gradient fingerprints differ, at most ten.
+        tensors_bad: How many differ in all.
+        arbiters: Ranks that recomputed it too.
+        wrong: Of producer and replayer, those that differ from the quorum's result.
+        note: Anything else: ``"transport"``, or the exception a replay ended with.
+    """
+
+    producer: int
+    replayer: int
+    loss_equal: bool = True
+    tensors: tuple[str, ...] = ()
+    tensors_bad: int = 0
+    arbiters: tuple[int, ...] = ()
+    wrong: tuple[int, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """One tensor on which replicas differ.
+
+    Attributes:
+        tensor: Its name.
+        dissenters: Ranks that differ from a strict majority; empty if there is none.
+        groups: All sides: ranks that hold the same bits, largest first.
+        fingerprints: The two checksums of each side as hex, in the order of `groups`.
+        note: e.g. ``"sign of zero"`` where only that differs.
+    """
+
+    tensor: str
+    dissenters: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    fingerprints: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Base of everything that leaves the guard.
+
+    Attributes:
+        step: Training step, counted from 1, skipped ones included; 0 before the first.
+        time: Unix time in seconds.
+    """
+
+    kind: ClassVar[str] = ""
+    step: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Record):
+    """A guarded run, or a later segment of it, begins."""
+
+    kind: ClassVar[str] = "start"
+    run: str
+    version: str
+    ranks: tuple[RankInfo, ...]
+    fault_domain: str
+    mode: str
+    on_failure: str
+    audit_every: int
+    fingerprint_every: int
+    checkpoint_every: int | None
+    max_audit_age: int
+    quorum: int
+    parameters: int
+    parameter_bytes: int
+    environment: dict[str, str] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What is off and why, and what the user should know: fault domain fallback, one rank, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightDone(Record):
+    """Preflight finished: what the audits can promise on this model and machine."""
+
+    kind: ClassVar[str] = "preflight"
+    coverage: Coverage
+    reason: str
+    deterministic_kernels: bool
+    repeats: int
+    """Recomputations without a mismatch over all ranks; the mismatch rate is below 3/repeats."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict(Record):
+    """What a check came to, agreed on by all ranks. Passes are aggregated in `Progress`."""
+
+    kind: ClassVar[str] = "verdict"
+    check: Check
+    outcome: Outcome
+    reason: str
+    """One sentence for a person."""
+    failed: bool = False
+    """The check failed: the update is skipped (checks 1, 2) or the run is tainted (check 3)."""
+    action: Action = Action.NONE
+    suspects: tuple[Suspect, ...] = ()
+    origin: Origin = Origin.NONE
+    cause: Cause = Cause.NONE
+    ranks: tuple[int, ...] = ()
+    """Ranks it concerns without blaming them: those that saw it, all sides of a disagreement."""
+    comparisons: tuple[Comparison, ...] = ()
+    comparisons_total: int = 0
+    disagreements: tuple[Disagreement, ...] = ()
+    tensors_total: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """How often a check came to an outcome in the window of a `Progress` record."""
+
+    check: Check
+    outcome: Outcome
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """Durations in seconds of one phase of one check in the window, one number per run of it."""
+
+    check: Check
+    phase: Phase
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Record):
+    """A window of steps: everything that passed, the loss, and what it cost.
+
+    Emitted about once a second, and before any other record so that totals are in order.
+
+    Attributes:
+        first_step: First step of the window; `step` is the last.
+        counts: Verdicts in the window, the non-pass ones included.
+        comparisons: Comparisons of check 2 over all ranks.
+        loss_mismatches: Comparisons whose loss bits differed.
+        gradient_mismatches: Comparisons in which some gradient fingerprint differed.
+        weight_checks: Runs of check 3.
+        disagreements: Tensors on which replicas differed.
+        loss: Last loss of the reporting rank; None before the first.
+        durations: Per check and phase.
+        plain_steps: Steps without an audit; `plain_seconds` their wall time.
+        audit_steps: Steps with an audit; `audit_seconds` their wall time.
+        overhead_seconds: Wall time spent in the guard, by check.
+        last_clean_audit_step: 0 if none yet; `last_clean_audit_time` its unix time, 0.0 if none.
+        last_weight_check_step: As above, for check 3 passing.
+        audited_ranks: Ranks whose micro-batch was audited in the last audit.
+        steps_at_risk: Updates since the last clean audit: what a late finding would cost.
+    """
+
+    kind: ClassVar[str] = "progress"
+    first_step: int
+    counts: tuple[Count, ...] = ()
+    comparisons: int = 0
+    loss_mismatches: int = 0
+    gradient_mismatches: int = 0
+    weight_checks: int = 0
+    disagreements: int = 0
+    loss: float | None = None
+    durations: tuple[Durations, ...] = ()
+    plain_steps: int = 0
+    plain_seconds: float = 0.0
+    audit_steps: int = 0
+    audit_seconds: float = 0.0
+    overhead_seconds: dict[str, float] = field(default_factory=dict)
+    last_clean_audit_step: int = 0
+    last_clean_audit_time: float = 0.0
+    last_weight_check_step: int = 0
+    last_weight_check_time: float = 0.0
+    audited_ranks: int = 0
+    steps_at_risk: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSkipped(Record):
+    """One update did not happen, on any rank."""
+
+    kind: ClassVar[str] = "skip"
+    reason: SkipReason
+    consecutive: int
+    """Skips in a row, this one included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEvent(Record):
+    """A checkpoint was saved, withheld, confirmed, or failed to save."""
+
+    kind: ClassVar[str] = "checkpoint"
+    result: CheckpointResult
+    reason: GateReason
+    detail: str = ""
+    audit_age: int | None = None
+    """Steps since the last clean audit; None if there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChanged(Record):
+    """The guard went into another state."""
+
+    kind: ClassVar[str] = "state"
+    state: GuardState
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang(Record):
+    """A roll-call: who did not answer, and where the others waited."""
+
+    kind: ClassVar[str] = "hang"
+    reporter: int
+    where: str
+    absent: tuple[int, ...]
+    left: dict[str, str] = field(default_factory=dict)
+    """Notes that leavers left, by rank."""
+    waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note(Record):
+    """Something worth saying once that is no verdict."""
+
+    kind: ClassVar[str] = "note"
+    code: str
+    message: str
+    level: str = "warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished(Record):
+    """The run, or this segment of it, ended."""
+
+    kind: ClassVar[str] = "finish"
+    state: GuardState
+    reason: str
+    exit_code: int = 0
+
+
+AnyRecord = (
+    RunStarted
+    | PreflightDone
+    | Verdict
+    | Progress
+    | UpdateSkipped
+    | CheckpointEvent
+    | StateChanged
+    | Hang
+    | Note
+    | RunFinished
+)
+RECORD_TYPES: dict[str, type[Record]] = {t.kind: t for t in get_args(AnyRecord)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value
+
+
+def to_dict(record: Record) -> dict[str, Any]:
+    """A record as plain JSON values, with ``schema`` and ``kind``."""
+    return {"schema": SCHEMA, "kind": record.kind, **_plain(record)}
+
+
+def encode(record: Record) -> str:
+    """A record as one line of JSON, without a newline."""
+    return json.dumps(to_dict(record), separators=(",", ":"), allow_nan=False)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        return _typed(value, next(a for a in args if a is not type(None)))
+    if origin is tuple:
+        return tuple(_typed(v, args[0]) for v in value)
+    if origin is dict:
+        return {k: _typed(v, args[1]) for k, v in value.items()}
+    if hint is float:
+        return float(value)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _build(hint, value)
+    return value
+
+
+def _build(cls: type, data: dict[str, Any]) -> Any:
+    hints = _hints(cls)
+    known = {f.name for f in fields(cls)}
+    return cls(**{k: _typed(v, hints[k]) for k, v in data.items() if k in known})
+
+
+def decode(line: str) -> Record:
+    """The record in one line of JSON.
+
+    Raises:
+        ValueError: The line is no JSON object, its schema is newer than this package, or its kind
+            or one of its words is unknown.
+    """
+    data = json.loads(line)
+    if not isinstance(data, dict) or "kind" not in data:
+        msg = f"Expected a record with a `kind`, but got {line[:80]!r}. Is this an events.jsonl?"
+        raise ValueError(msg)
+    if data.get("schema", 0) > SCHEMA:
+        msg = f"Expected schema <= {SCHEMA}, but got {data['schema']}. Update sdcwatch to read it."
+        raise ValueError(msg)
+    cls = RECORD_TYPES.get(data["kind"])
+    if cls is None:
+        msg = f"Expected one of {sorted(RECORD_TYPES)}, but got kind {data['kind']!r}."
+        raise ValueError(msg)
+    try:
+        record: Record = _build(cls, data)
+    except TypeError as error:
+        msg = f"Expected the fields of a {data['kind']!r} record, but got: {error}."
+        raise ValueError(msg) from error
+    return record

@@ -1,0 +1,126 @@
+"""Every error of sdcwatch, in one tree.
+
+::
+
+    SdcwatchError                    misuse of the library, or an environment that cannot serve it
+    ├── ConfigurationError           an argument that cannot work (also a ValueError)
+    ├── SchemaMismatch       exit 81 ranks hold different models
+    ├── Desync               exit 82 ranks are at different steps or operations
+    └── RankGone             exit 83 one or more ranks did not answer within the deadline
+    CorruptionDetected       exit 80 a finding: carries the verdict that was reached
+
+``on_hang="exit"`` ends a process that hangs inside a collective of DDP with exit code 84.
+
+The four that stop a run derive from `SystemExit` as well as from `Exception`: left uncaught they
+end the process with a code of their own, so that a launcher can tell a finding from a crash, and
+``except Exception`` still catches them. The guard prints the finding before it raises.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sdcwatch.core.records import Verdict
+
+EXIT_CORRUPTION = 80
+EXIT_SCHEMA = 81
+EXIT_DESYNC = 82
+EXIT_RANK_GONE = 83
+EXIT_HANG = 84
+
+EXIT_CODES: Mapping[int, str] = {
+    EXIT_CORRUPTION: "corruption was detected and the policy says stop",
+    EXIT_SCHEMA: "ranks hold different models",
+    EXIT_DESYNC: "ranks are at different steps or operations",
+    EXIT_RANK_GONE: "a rank did not answer within the deadline",
+    EXIT_HANG: 'a collective of DDP hung and on_hang is "exit"',
+}
+
+
+class SdcwatchError(Exception):
+    """Misuse of sdcwatch, or an environment that cannot serve it."""
+
+    exit_code = 1
+
+
+class ConfigurationError(SdcwatchError, ValueError):
+    """An argument cannot work; the message says what was expected, what came, and what to do."""
+
+
+class SchemaMismatch(SdcwatchError, SystemExit):
+    """Ranks hold different models: parameter names, shapes or dtypes differ.
+
+    Attributes:
+        differences: One sentence per difference, naming the ranks.
+    """
+
+    exit_code = EXIT_SCHEMA
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        self.differences = tuple(differences)
+        super().__init__(
+            "Expected the same parameters on every rank, but got: "
+            + "; ".join(self.differences)
+            + ". Build the same model on every rank before sdcwatch.init()."
+        )
+        self.code = self.exit_code
+
+
+class Desync(SdcwatchError, SystemExit):
+    """Ranks called the guard at different steps or for different operations.
+
+    Attributes:
+        positions: For each rank, the operation and the step it was at.
+    """
+
+    exit_code = EXIT_DESYNC
+
+    def __init__(self, positions: Mapping[int, str]) -> None:
+        self.positions = dict(positions)
+        where = ", ".join(f"rank {rank}: {at}" for rank, at in sorted(self.positions.items()))
+        super().__init__(
+            f"Expected every rank at the same operation of the guard, but got {where}. "
+            "Call guard.forward, backward and save_checkpoint on every rank, in the same order."
+        )
+        self.code = self.exit_code
+
+
+class RankGone(SdcwatchError, SystemExit):
+    """One or more ranks did not answer within the deadline.
+
+    Attributes:
+        ranks: The absent ranks.
+        reason: What is known of why, including the note each leaver left.
+        where: The operation of the guard that waited.
+    """
+
+    exit_code = EXIT_RANK_GONE
+
+    def __init__(self, ranks: Sequence[int], reason: str, where: str) -> None:
+        self.ranks = tuple(ranks)
+        self.reason = reason
+        self.where = where
+        named = ", ".join(map(str, self.ranks)) or "unknown"
+        super().__init__(
+            f"Expected every rank at {where}, but rank {named} did not answer: {reason}. "
+            "Look at the log of that rank; the others have stopped."
+        )
+        self.code = self.exit_code
+
+
+class CorruptionDetected(Exception, SystemExit):
+    """A check failed and the run stops.
+
+    Attributes:
+        verdict: The verdict that stopped the run.
+    """
+
+    exit_code = EXIT_CORRUPTION
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        super().__init__(verdict.reason)
+        self.code = self.exit_code
