@@ -297,49 +297,50 @@ def to_pairs(table_N2: torch.Tensor) -> list[tuple[int, int]]:
     return [(plain & _UNSIGNED, mixed & _UNSIGNED) for plain, mixed in rows]
 
 
+def _bytes(flat_N: torch.Tensor) -> torch.Tensor:
+    return flat_N.view(torch.uint8).view(flat_N.numel(), flat_N.element_size())
+
+
 @torch.no_grad()
 def describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
     """Say in a few words how two tensors of one shape and dtype differ in their bits.
 
     Returns:
-        ``""`` if they do not; ``"sign of zero"`` or ``"NaN payload"`` if no number differs; else how
-        many elements differ, and which bit where it is only one. Waits for the device.
+        ``""`` if they do not; ``"sign of zero"``, ``"NaN payload"`` or both if that is all; else
+        which bit of which element, or how many elements. Waits for the device.
     """
     if first.dtype != second.dtype or first.shape != second.shape:
         return (
             f"{first.dtype} of shape {tuple(first.shape)} against "
             f"{second.dtype} of shape {tuple(second.shape)}"
         )
-    one, other = _flat(first).cpu(), _flat(second).cpu()
-    size = one.element_size()
-    one_NB = one.view(torch.uint8).view(-1, size)
-    other_NB = other.view(torch.uint8).view(-1, size)
-    changed_N = (one_NB != other_NB).any(1)
-    count = int(changed_N.sum())
-    if count == 0:
+    one_N, other_N = _flat(first).cpu(), _flat(second).cpu()
+    if one_N.numel() == 0:
         return ""
-    harmless = _harmless(one[changed_N], other[changed_N])
-    if harmless:
-        return harmless
-    at = int(changed_N.nonzero()[0])
-    if count == 1:
-        flipped = int.from_bytes(bytes((one_NB[at] ^ other_NB[at]).tolist()), "little")
-        if flipped.bit_count() == 1:
-            return f"bit {flipped.bit_length() - 1} of element {at}"
-    return f"{count} of {one.numel()} elements, the first is element {at}"
+    flipped_NB = _bytes(one_N) ^ _bytes(other_N)
+    changed_N = flipped_NB.any(1).nonzero()[:, 0].tolist()
+    if not changed_N:
+        return ""
+    same_numbers = _same_numbers(one_N[changed_N], other_N[changed_N])
+    if same_numbers:
+        return same_numbers
+    bits = int.from_bytes(bytes(flipped_NB[changed_N[0]].tolist()), "little")
+    if len(changed_N) == 1 and bits.bit_count() == 1:
+        return f"bit {bits.bit_length() - 1} of element {changed_N[0]}"
+    return f"{len(changed_N)} of {one_N.numel()} elements, the first is element {changed_N[0]}"
 
 
-def _harmless(one_N: torch.Tensor, other_N: torch.Tensor) -> str:
-    """Which of the differences without a different number this is, for elements whose bits differ."""
+def _same_numbers(one_N: torch.Tensor, other_N: torch.Tensor) -> str:
+    """What differs where no number does, of elements that differ in bits; "" if a number does."""
     if one_N.is_complex():
-        one_N, other_N = torch.view_as_real(one_N), torch.view_as_real(other_N)
-    elif not one_N.is_floating_point():
+        one_N, other_N = torch.view_as_real(one_N).view(-1), torch.view_as_real(other_N).view(-1)
+    if not one_N.is_floating_point():
         return ""
-    one_N, other_N = one_N.to(torch.float64), other_N.to(torch.float64)
-    zeros = (one_N == other_N).all()  # equal numbers with different bits are the two zeros
-    if zeros:
-        return "sign of zero"
-    nans = one_N.isnan() & other_N.isnan()
-    if nans.all():
-        return "NaN payload"
-    return "sign of zero and NaN payload" if (nans | (one_N == other_N)).all() else ""
+    changed_N = (_bytes(one_N) != _bytes(other_N)).any(1)
+    one_N, other_N = one_N[changed_N].to(torch.float64), other_N[changed_N].to(torch.float64)
+    zeros_N = one_N == other_N  # equal with other bits: the two zeros
+    nans_N = one_N.isnan() & other_N.isnan()
+    if not (zeros_N | nans_N).all():
+        return ""
+    found = (("sign of zero", zeros_N), ("NaN payload", nans_N))
+    return " and ".join(name for name, at_N in found if at_N.any())
