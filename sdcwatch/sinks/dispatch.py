@@ -1,0 +1,223 @@
+"""Hands records to sinks without ever making the training thread wait for one.
+
+Sinks that must be durable (`direct`: the event log) are written on the calling thread. Each other
+sink has a bounded queue and one worker thread of its own: with one thread for all, a W&B call that
+blocks for a minute would freeze /metrics for that minute. A full queue loses the new record and
+counts it. A forked child (a DataLoader worker) has none of the threads and must not report the
+parent's run a second time: in it every method does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from sdcwatch.sinks.base import Sink, SinkCounts, catalogue_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypeAlias
+
+    from sdcwatch.core.records import Record
+
+    _Queue: TypeAlias = "queue.Queue[Record | None]"
+
+_MARGIN_SECONDS = 0.25  # what a sink may be late by before its thread is left behind
+
+
+class _Lane:
+    """One sink, its queue and its thread."""
+
+    def __init__(self, sink: Sink, counts: SinkCounts, queue_size: int) -> None:
+        self.sink = sink
+        self.counts = counts
+        self._queue: _Queue = queue.Queue(queue_size)
+        self._deadline: float | None = None
+        self._abandoned = False
+        self._busy = False
+        self._thread = threading.Thread(
+            target=self._work, name=f"sdcwatch-{sink.name}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Queue one record, or count it as lost."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.counts.dropped["queue_full"] += 1
+        self.counts.waiting = self._queue.qsize()
+
+    def begin_close(self, seconds: float) -> None:
+        """Let the thread drain the queue and close the sink, without waiting for it."""
+        self._deadline = time.monotonic() + seconds
+        # A full queue needs no sentinel: the thread sees the deadline after each record.
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+    def finish_close(self) -> None:
+        """Wait for the thread until its deadline; what is left then is counted as lost."""
+        assert self._deadline is not None
+        wait = max(0.0, self._deadline - time.monotonic()) + _MARGIN_SECONDS
+        self._thread.join(min(wait, threading.TIMEOUT_MAX))
+        if self._thread.is_alive():
+            self._abandoned = True
+            self.counts.dropped["timeout"] += self._unfinished()
+        self.counts.waiting = 0
+
+    def hurry(self) -> None:
+        """Cut a lingering sink short and give it a moment to clean up."""
+        hurry = getattr(self.sink, "hurry", None)
+        if hurry is not None:
+            hurry()
+            self._thread.join(_MARGIN_SECONDS)
+
+    def _unfinished(self) -> int:
+        left = int(self._busy)  # the record the sink is stuck in
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left += self._queue.get_nowait() is not None
+        return left
+
+    def _work(self) -> None:
+        while not self._abandoned:
+            if self._deadline is not None and self._queue.empty():
+                break
+            record = self._queue.get()
+            self.counts.waiting = self._queue.qsize()
+            if record is None:
+                continue
+            self._busy = True
+            try:
+                self.sink.emit(record)
+            except Exception as error:  # a sink may fail in any way; the run goes on
+                _count_error(self.counts, error)
+            self._busy = False
+        if self._abandoned:
+            return
+        _close(self.sink, self.counts, max(0.0, (self._deadline or 0.0) - time.monotonic()))
+
+
+def _close(sink: Sink, counts: SinkCounts, seconds: float) -> None:
+    try:
+        sink.close(seconds)
+    except Exception as error:
+        _count_error(counts, error)
+
+
+def _count_error(counts: SinkCounts, error: Exception) -> None:
+    counts.dropped["error"] += 1
+    counts.last_error = type(error).__name__
+
+
+class Dispatcher:
+    """Gives each record to every sink. `emit` never raises, and waits for `direct` sinks only.
+
+    Args:
+        sinks: Served by a worker thread each.
+        queue_size: Records that may wait for one sink.
+        close_seconds: Budget of `close` for all of `sinks` together; they close side by side.
+        direct: Written on the calling thread, before the others.
+        linger_seconds: Added to the budget of sinks with a true attribute ``lingers``: an endpoint
+            that stays up until it has been scraped once more.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink] = (),
+        queue_size: int = 4096,
+        close_seconds: float = 2.0,
+        direct: Sequence[Sink] = (),
+        linger_seconds: float = 0.0,
+    ) -> None:
+        self.close_seconds = close_seconds
+        self.linger_seconds = linger_seconds
+        self._pid = os.getpid()
+        self._closed = False
+        self._direct = [(sink, SinkCounts(catalogue_name(sink.name))) for sink in direct]
+        self._lanes = [_Lane(s, SinkCounts(catalogue_name(s.name)), queue_size) for s in sinks]
+        _release_in_children(self)
+
+    @property
+    def counts(self) -> tuple[SinkCounts, ...]:
+        """The counts of each sink, live."""
+        return (*(c for _, c in self._direct), *(lane.counts for lane in self._lanes))
+
+    @property
+    def links(self) -> dict[str, str]:
+        """Places a person can open, as the sinks know them; for `RunStarted.links`."""
+        found: dict[str, str] = {}
+        for sink in (*(s for s, _ in self._direct), *(lane.sink for lane in self._lanes)):
+            found.update(getattr(sink, "links", {}))
+        return found
+
+    def emit(self, record: Record) -> None:
+        """Give one record to every sink; returns at once, whatever the sinks do."""
+        if os.getpid() != self._pid:
+            return
+        for sink, counts in self._direct:
+            if self._closed:
+                counts.dropped["closed"] += 1
+                continue
+            counts.events += 1
+            try:
+                sink.emit(record)
+            except Exception as error:
+                _count_error(counts, error)
+        for lane in self._lanes:
+            if self._closed:
+                lane.counts.dropped["closed"] += 1
+                continue
+            lane.counts.events += 1
+            lane.put(record)
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Drain and close every sink within the budget; the second call does nothing.
+
+        Args:
+            timeout_seconds: Budget instead of `close_seconds`.
+
+        Raises:
+            KeyboardInterrupt: The wait was interrupted; every sink has been told to close.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        budget = self.close_seconds if timeout_seconds is None else timeout_seconds
+        for lane in self._lanes:
+            lingers = bool(getattr(lane.sink, "lingers", False))
+            lane.begin_close(budget + (self.linger_seconds if lingers else 0.0))
+        for sink, counts in self._direct:
+            _close(sink, counts, budget)
+        try:
+            for lane in self._lanes:
+                lane.finish_close()
+        except KeyboardInterrupt:
+            for lane in self._lanes:
+                lane.hurry()
+            raise
+
+    def _release(self) -> None:
+        """In a forked child: let go of sockets that the parent serves."""
+        for lane in self._lanes:
+            release = getattr(lane.sink, "release_in_child", None)
+            if release is not None:
+                with contextlib.suppress(Exception):
+                    release()
+
+
+def _release_in_children(dispatcher: Dispatcher) -> None:
+    # Handlers cannot be unregistered: a weak reference lets a closed dispatcher go.
+    weak = weakref.ref(dispatcher)
+
+    def after_fork() -> None:
+        if (alive := weak()) is not None:
+            alive._release()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=after_fork)

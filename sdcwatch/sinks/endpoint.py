@@ -1,0 +1,135 @@
+"""The HTTP endpoint behind /metrics, and the file that tells Prometheus where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import threading
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from typing import TYPE_CHECKING
+
+from prometheus_client.exposition import MetricsHandler
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+PORTS_TRIED = 64  # after the wanted one; a range a scrape configuration can list
+_POLL_SECONDS = 0.05  # how late `close` may notice; the default of half a second delays every exit
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # HTTPServer.server_bind asks DNS for the host's name, which may take seconds.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Stay silent: a scraper that hangs up is no news for the console of a training run."""
+
+
+class MetricsEndpoint:
+    """Serves a registry over HTTP from a daemon thread.
+
+    Args:
+        registry: What to serve.
+        host: Address to bind.
+        port: Port to bind, 0 for any free one. If it is taken the next ones are tried.
+
+    Raises:
+        OSError: No port could be bound.
+
+    Attributes:
+        host: Address bound.
+        port: Port bound.
+    """
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self.host = host
+        self._server = _bind(registry, host, port)
+        self.port = int(self._server.server_address[1])
+        self._entry: Path | None = None
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            args=(_POLL_SECONDS,),
+            name="sdcwatch-metrics",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def target(self) -> str:
+        """``host:port`` for a scrape configuration."""
+        host = self.host
+        if host in ("", "0.0.0.0", "::"):
+            host = socket.gethostname()
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Where a person can look."""
+        return f"http://{self.target}/metrics"
+
+    def announce(self, directory: Path, rank: int) -> Path:
+        """Write a file_sd entry; it appears whole or not at all, and `close` removes it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        entry = directory / f"{socket.gethostname()}-{rank}.json"
+        handle, name = tempfile.mkstemp(dir=directory, prefix=".", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump([{"targets": [self.target], "labels": {}}], file)
+            Path(name).chmod(0o644)  # Prometheus runs as another user
+            Path(name).replace(entry)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+        self._entry = entry
+        return entry
+
+    def close(self) -> None:
+        """Stop serving and remove the file_sd entry."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            with contextlib.suppress(OSError):
+                entry.unlink(missing_ok=True)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(1.0)
+
+    def release_in_child(self) -> None:
+        """In a forked child: drop the listening socket, so that the port dies with the parent."""
+        self._server.socket.close()
+
+
+def _bind(registry: CollectorRegistry, host: str, port: int) -> _Server:
+    handler = MetricsHandler.factory(registry)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server_class = type("_FamilyServer", (_Server,), {"address_family": family})
+    problem: OSError | None = None
+
+    def bind(candidate: int) -> _Server | None:
+        nonlocal problem
+        try:
+            server: _Server = server_class((host, candidate), handler)
+        except OSError as error:
+            problem = error
+            return None
+        return server
+
+    for candidate in _candidates(port):
+        if (server := bind(candidate)) is not None:
+            return server
+    assert problem is not None
+    raise problem
+
+
+def _candidates(port: int) -> list[int]:
+    if port == 0:
+        return [0]
+    return [p for p in range(port, port + PORTS_TRIED + 1) if p <= 65535] + [0]

@@ -1,0 +1,320 @@
+"""Records as OpenTelemetry metrics.
+
+If the application has set a meter provider, that one is used and nothing else is started. Else the
+sink makes a provider of its own, never a global one: a Prometheus reader with its own registry
+behind an HTTP endpoint, and a push over OTLP if the standard variables name an endpoint.
+
+The exporting process is named by ``run`` and ``exporter_rank`` on every measurement. They are in
+the resource too, but a resource becomes labels only where the receiver is told so: as attributes
+they are equal over pull, over push and through an application's provider. ``rank``, ``node`` and
+``gpu`` are always those the verdict is about.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opentelemetry import metrics
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from prometheus_client import CollectorRegistry
+
+from sdcwatch.core.catalog import CATALOG, Metric
+from sdcwatch.sinks.base import SinkCounts
+from sdcwatch.sinks.endpoint import MetricsEndpoint
+from sdcwatch.sinks.measure import Measurement, Measurer
+from sdcwatch.sinks.otlp import otlp_reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from opentelemetry.metrics import Meter
+    from opentelemetry.sdk.metrics.export import MetricReader
+
+    from sdcwatch.core.records import Record
+
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """The exporting process.
+
+    Attributes:
+        run: Name of the run.
+        rank: Its rank.
+        attempt: How often the launcher restarted the group.
+        node: Its node.
+        version: Version of sdcwatch.
+    """
+
+    run: str
+    rank: int
+    attempt: int
+    node: str
+    version: str
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What every measurement carries."""
+        return {"run": self.run, "exporter_rank": str(self.rank)}
+
+    def resource(self) -> Resource:
+        """The resource: ours, then what the standard variables say, then who is who."""
+        base: dict[str, str | int] = {
+            "service.name": "sdcwatch",
+            "service.instance.id": f"{self.run}/{self.rank}/{self.attempt}",
+            "host.name": socket.gethostname(),
+            "process.pid": os.getpid(),
+        }
+        who: dict[str, str | int] = {
+            **self.labels,
+            "sdcwatch.run.id": self.run,
+            "sdcwatch.rank": self.rank,
+            "sdcwatch.node": self.node,
+        }
+        own = Resource(base).merge(OTELResourceDetector().detect()).merge(Resource(who))
+        sdk = {k: v for k, v in Resource({}).attributes.items() if k.startswith("telemetry.")}
+        return Resource(sdk).merge(own)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What a provider of our own consists of."""
+
+    provider: MeterProvider
+    pull: PrometheusMetricReader | None = None
+    push: MetricReader | None = None
+    endpoint: MetricsEndpoint | None = None
+    lines: list[str] = field(default_factory=list)
+
+
+def application_provider() -> metrics.MeterProvider | None:
+    """The meter provider that the application has set, or None."""
+    provider = metrics.get_meter_provider()
+    # Until one is set, the API returns its proxy, which has no public name.
+    return None if type(provider).__name__ == "_ProxyMeterProvider" else provider
+
+
+class OtelSink:
+    """Applies records to the instruments of the catalogue.
+
+    Attributes:
+        lines: One sentence each about where the metrics go.
+        links: ``metrics``: URL of the endpoint, if there is one.
+        lingers: There is an endpoint that may stay up for a last scrape.
+    """
+
+    name = "otel"
+
+    def __init__(
+        self, meter: Meter, identity: Identity, links: Mapping[str, str] | None = None
+    ) -> None:
+        self.lines: tuple[str, ...] = ()
+        self.links: dict[str, str] = {}
+        self.lingers = False
+        self._identity = identity
+        self._measurer = Measurer(links)
+        self._apply = {metric.name: _instrument(meter, metric) for metric in CATALOG}
+        self._parts: _Parts | None = None
+        self._linger_seconds = 0.0
+        self._hurry = threading.Event()
+        self._counts: Callable[[], Sequence[SinkCounts]] = tuple
+        self._told: dict[tuple[str, str], int] = {}
+
+    @classmethod
+    def of_application(
+        cls,
+        provider: metrics.MeterProvider,
+        identity: Identity,
+        links: Mapping[str, str] | None = None,
+    ) -> OtelSink:
+        """A sink on the provider the application has set."""
+        sink = cls(_meter(provider, identity), identity, links)
+        sink.lines = (
+            "Metrics go through the meter provider of the application; "
+            "sdcwatch starts no endpoint of its own.",
+            *_warn_of_views(provider),
+        )
+        return sink
+
+    @classmethod
+    def standalone(
+        cls,
+        identity: Identity,
+        *,
+        listen: tuple[str, int] | None,
+        file_sd_dir: Path | None = None,
+        otlp: bool = False,
+        linger_seconds: float = 0.0,
+        links: Mapping[str, str] | None = None,
+    ) -> OtelSink:
+        """A sink with a provider of its own.
+
+        Args:
+            identity: The exporting process.
+            listen: Host and port of the endpoint; None for none.
+            file_sd_dir: Where to announce it to Prometheus.
+            otlp: Push over OTLP/HTTP as the standard variables say.
+            linger_seconds: How long the endpoint stays up in `close`.
+            links: URLs for the info metric.
+        """
+        parts = _own_provider(identity, listen, file_sd_dir, otlp)
+        sink = cls(_meter(parts.provider, identity), identity, links)
+        sink._parts = parts
+        sink._linger_seconds = linger_seconds
+        sink.lines = tuple(parts.lines)
+        if parts.endpoint is not None:
+            sink.lingers = True
+            sink.links = {"metrics": parts.endpoint.url}
+        return sink
+
+    def watch(self, counts: Callable[[], Sequence[SinkCounts]]) -> None:
+        """Export the counts of all sinks as well, this one included."""
+        self._counts = counts
+
+    def emit(self, record: Record) -> None:
+        """Measure one record."""
+        for measurement in self._measurer.measure(record):
+            self._record(measurement)
+        self._count_sinks()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Push what is left, keep the endpoint for a last scrape, let go."""
+        deadline = time.monotonic() + timeout_seconds
+        self._count_sinks()
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        linger = min(self._linger_seconds, timeout_seconds, threading.TIMEOUT_MAX)
+        if parts.push is not None:
+            parts.push.shutdown(timeout_millis=max(0.05, timeout_seconds - linger) * 1000)
+        if parts.endpoint is not None:
+            self._hurry.wait(min(linger, max(0.0, deadline - time.monotonic())))
+            parts.endpoint.close()
+        if parts.pull is not None:
+            parts.pull.shutdown()
+
+    def hurry(self) -> None:
+        """Wait for no last scrape: somebody pressed Ctrl-C."""
+        self._hurry.set()
+
+    def release_in_child(self) -> None:
+        """In a forked child: let go of the endpoint's socket."""
+        if self._parts is not None and self._parts.endpoint is not None:
+            self._parts.endpoint.release_in_child()
+
+    def _record(self, m: Measurement) -> None:
+        self._apply[m.metric](m.value, {**m.attributes, **self._identity.labels})
+
+    def _count_sinks(self) -> None:
+        for counts in self._counts():
+            sink = {"sink": counts.sink}
+            self._grow("sdcwatch.telemetry.events", counts.events, sink)
+            for reason, lost in counts.dropped.items():
+                self._grow("sdcwatch.telemetry.dropped", lost, {**sink, "reason": reason})
+            self._record(Measurement("sdcwatch.telemetry.queue.length", counts.waiting, sink))
+
+    def _grow(self, metric: str, total: int, attributes: dict[str, str]) -> None:
+        key = (metric, "/".join(attributes.values()))
+        known = self._told.get(key)
+        self._told[key] = total
+        if known is None or total > known:
+            self._record(Measurement(metric, total - (known or 0), attributes))
+
+
+def _meter(provider: metrics.MeterProvider, identity: Identity) -> Meter:
+    return provider.get_meter("sdcwatch", identity.version, SCHEMA_URL)
+
+
+def _instrument(meter: Meter, metric: Metric) -> Callable[[float, dict[str, str]], None]:
+    if metric.kind == "counter":
+        return meter.create_counter(metric.name, metric.unit, metric.help).add
+    if metric.kind == "gauge":
+        return meter.create_gauge(metric.name, metric.unit, metric.help).set
+    return meter.create_histogram(
+        metric.name,
+        metric.unit,
+        metric.help,
+        explicit_bucket_boundaries_advisory=list(metric.buckets),
+    ).record
+
+
+def _own_provider(
+    identity: Identity, listen: tuple[str, int] | None, file_sd_dir: Path | None, otlp: bool
+) -> _Parts:
+    lines: list[str] = []
+    registry = CollectorRegistry()
+    pull = None
+    if listen is not None:
+        # Scope labels would be on every series and change with each release.
+        pull = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
+    push = _push(lines) if otlp else None
+    readers: list[MetricReader] = [reader for reader in (pull, push) if reader is not None]
+    provider = MeterProvider(readers, identity.resource(), shutdown_on_exit=False)
+    endpoint = None
+    if listen is not None:
+        endpoint, said = _serve(registry, listen, file_sd_dir, identity.rank)
+        lines[:0] = said
+    return _Parts(provider, pull, push, endpoint, lines)
+
+
+def _push(lines: list[str]) -> MetricReader | None:
+    try:
+        reader, where = otlp_reader()
+    except Exception as error:  # a variable nobody can read must not stop a training run
+        lines.append(
+            "Warning: no OTLP push, the OTEL_* variables cannot be used "
+            f"({type(error).__name__}). Check them against the OpenTelemetry specification."
+        )
+        return None
+    lines.append(f"Metrics are pushed over OTLP/HTTP to {where}.")
+    return reader
+
+
+def _serve(
+    registry: CollectorRegistry, listen: tuple[str, int], file_sd_dir: Path | None, rank: int
+) -> tuple[MetricsEndpoint | None, list[str]]:
+    host, port = listen
+    try:
+        endpoint = MetricsEndpoint(registry, host, port)
+    except OSError as error:
+        return None, [f"Warning: no /metrics endpoint, {host} could not be bound: {error}."]
+    lines = [f"Metrics are served at {endpoint.url}."]
+    if port not in (0, endpoint.port):
+        lines[0] = f"Warning: port {port} is taken; metrics are served at {endpoint.url} instead."
+    if file_sd_dir is not None:
+        try:
+            entry = endpoint.announce(file_sd_dir, rank)
+            lines.append(f"Prometheus finds the endpoint through {entry}.")
+        except OSError as error:
+            lines.append(f"Warning: no file_sd entry in {file_sd_dir}: {error.strerror}.")
+    return endpoint, lines
+
+
+def _warn_of_views(provider: metrics.MeterProvider) -> tuple[str, ...]:
+    """Say so when the application's own views and reader cannot serve a histogram together."""
+    views = getattr(getattr(provider, "_sdk_config", None), "views", ())
+    readers = getattr(provider, "_metric_readers", ())
+    exponential = any(
+        type(getattr(view, "_aggregation", None)).__name__
+        == "ExponentialBucketHistogramAggregation"
+        for view in views
+    )
+    if exponential and any(isinstance(reader, PrometheusMetricReader) for reader in readers):
+        return (
+            "Warning: the application has a view with exponential histograms, which its Prometheus "
+            "reader cannot serve: every scrape fails. Give that view an instrument name, or use "
+            "OTLP.",
+        )
+    return ()
+
+
+__all__ = ["Identity", "OtelSink", "application_provider"]
