@@ -1,0 +1,337 @@
+"""Check 2's judgement: from comparisons that do not match to a named rank, or to none.
+
+`sdcwatch.core.arbitration` decides which value is right. That is not yet a name: **not reproducible
+is not broken**. Each wrong rank and two agreeing ranks recompute that micro-batch `REPEATS` times
+more. A rank is named only if every one of its repeats is wrong and every one of theirs is right. If
+each computation deviated with any probability e, both together would have probability
+e^8 (1-e)^16 < 3e-7 for each suspicion; with two repeats each, a 20 % noisy operation gets a healthy
+rank named within a hundred audits. A rank that is right again even once has a strike. An agreeing
+rank that differs from itself, or `STRIKES_TO_DOUBT` different ranks with strikes in
+`STRIKE_WINDOW` audits, means that the computation does not repeat: nobody is named.
+
+A fault in a rank's own training pass alone, or one that comes and goes, therefore ends as a strike
+of the right rank, which is counted and warned of; a person sees strikes pile up on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sdcwatch.core.arbitration import (
+    AGREEING_ASKED,
+    ERROR_PREFIX,
+    REPEATS,
+    Bad,
+    Repeat,
+    Settlement,
+    compared_only,
+    error_value,
+    involved_ranks,
+    is_error,
+    plan_arbitration,
+    plan_repeats,
+    settle,
+    widespread_limit,
+)
+from sdcwatch.core.pairing import DOMAINS_TO_NAME, Pairing
+from sdcwatch.core.records import Outcome
+from sdcwatch.core.topology import Topology
+from sdcwatch.core.wording import count, list_ranks
+
+__all__ = [
+    "AGREEING_ASKED",
+    "REPEATS",
+    "STRIKES_TO_DOUBT",
+    "STRIKE_WINDOW",
+    "AuditFacts",
+    "AuditJudgement",
+    "Bad",
+    "Named",
+    "Repeat",
+    "Settlement",
+    "error_value",
+    "is_error",
+    "judge_audit",
+    "plan_arbitration",
+    "plan_repeats",
+    "settle",
+    "struck_lately",
+    "widespread_limit",
+]
+
+STRIKES_TO_DOUBT = 3
+"""Different ranks with a one-off mismatch within the window: the computation does not repeat."""
+STRIKE_WINDOW = 20
+"""Length of that window in audits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A rank that was wrong, and the counts that say so.
+
+    Attributes:
+        rank: The rank.
+        bad: Comparisons in which it was wrong.
+        total: Comparisons it took part in.
+        partners: Ranks it was compared with.
+        arbiters: Ranks that recomputed and settled it.
+        reproduced: It was wrong in every repeat; None if it could not be asked.
+        producers: Whose micro-batches it got wrong.
+    """
+
+    rank: int
+    bad: int
+    total: int
+    partners: tuple[int, ...]
+    arbiters: tuple[int, ...]
+    reproduced: bool | None
+    producers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFacts:
+    """What is known of one audit.
+
+    Attributes:
+        comparisons_total: Comparisons over all ranks.
+        bad: Those that did not match.
+        arbitration: ``arbitration[producer][arbiter]`` is that arbiter's value.
+        repeats: By (rank, producer), the values of the repeats in order.
+        weights_equal: All replicas held the same weights before the audit.
+        transport: Producers whose payload arrived damaged.
+        pairing: Who recomputed whom, for the names of partners.
+    """
+
+    comparisons_total: int
+    bad: Sequence[Bad] = ()
+    arbitration: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
+    repeats: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    weights_equal: bool = True
+    transport: tuple[int, ...] = ()
+    pairing: Pairing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditJudgement:
+    """What one audit came to.
+
+    Attributes:
+        outcome: The outcome; only `SUSPECT` names ranks.
+        reason: One sentence for a person.
+        named: Ranks that are wrong and were wrong again.
+        strikes: Ranks that were wrong once and right when asked again.
+        ranks: Ranks it concerns without blaming them.
+        settlement: What arbitration came to.
+    """
+
+    outcome: Outcome
+    reason: str
+    named: tuple[Named, ...] = ()
+    strikes: tuple[Named, ...] = ()
+    ranks: tuple[int, ...] = ()
+    settlement: Settlement = field(default_factory=Settlement)
+
+
+def struck_lately(
+    history: Iterable[tuple[int, int]], *, audit: int, excluding: Collection[int] = ()
+) -> int:
+    """Different ranks with a strike in the window before an audit: `judge_audit`'s recent_strikes.
+
+    Args:
+        history: (number of the audit, rank) of every strike of this run since preflight.
+        audit: Number of the audit to be judged; audits are counted, not steps.
+        excluding: Ranks that are wrong in that audit: ``settlement.wrong``.
+    """
+    since = audit - STRIKE_WINDOW
+    return len({rank for at, rank in history if since <= at < audit} - set(excluding))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """What the repeats say."""
+
+    settlement: Settlement
+    repeats: Mapping[tuple[int, int], tuple[str, ...]]
+
+    def _of(self, rank: int, producer: int) -> list[str]:
+        answers = self.repeats.get((rank, producer), ())
+        return [value for value in answers if not is_error(value)]
+
+    def unsteady(self) -> tuple[int, ...]:
+        """Agreeing ranks that differ from themselves."""
+        return tuple(
+            sorted(
+                {
+                    rank
+                    for producer, ranks in self.settlement.agreeing.items()
+                    for rank in ranks
+                    if set(self._of(rank, producer)) - {self.settlement.right[producer]}
+                }
+            )
+        )
+
+    def wrong_again(self, rank: int) -> tuple[int, int]:
+        """Repeats of a wrong rank that were wrong, and all of them."""
+        answers = [
+            value != self.settlement.right[producer]
+            for producer in self.settlement.wrong[rank]
+            for value in self._of(rank, producer)
+        ]
+        return sum(answers), len(answers)
+
+    def reproduced(self, rank: int) -> bool | None:
+        """Whether a wrong rank was wrong in every repeat of a micro-batch, the control steady."""
+        complete = [
+            producer
+            for producer in self.settlement.wrong[rank]
+            if len(self._of(rank, producer)) >= REPEATS
+            and any(
+                len(self._of(other, producer)) >= REPEATS
+                for other in self.settlement.agreeing[producer]
+            )
+        ]
+        if not complete:
+            return None
+        return any(
+            self.settlement.right[producer] not in self._of(rank, producer) for producer in complete
+        )
+
+
+def _evidence(rank: int, facts: AuditFacts, answers: _Answers) -> Named:
+    producers = answers.settlement.wrong[rank]
+    partners = {
+        b.replayer if b.producer == rank else b.producer
+        for b in facts.bad
+        if b.producer in producers and rank in (b.producer, b.replayer)
+    }
+    if facts.pairing is not None:
+        partners |= {facts.pairing.replayer[rank], facts.pairing.producer[rank]}
+    arbiters = {a for producer in producers for a in facts.arbitration.get(producer, {})}
+    return Named(
+        rank=rank,
+        bad=len(producers),
+        total=2,  # as producer and as replayer
+        partners=tuple(sorted(partners)),
+        arbiters=tuple(sorted(arbiters)),
+        reproduced=answers.reproduced(rank),
+        producers=producers,
+    )
+
+
+def _described(named: Named, answers: _Answers) -> str:
+    """One wrong rank in words."""
+    if named.bad == named.total:
+        where = "in both of its comparisons"
+    elif named.producers == (named.rank,):
+        where = "on its own micro-batch"
+    else:
+        where = f"in its replay of rank {named.producers[0]}"
+    agreeing = {r for p in named.producers for r in answers.settlement.agreeing[p]}
+    again, asked = answers.wrong_again(named.rank)
+    said = f"rank {named.rank} is wrong {where}, settled by {list_ranks(agreeing)}"
+    return f"{said}, and wrong again in {again} of {asked} repeats"
+
+
+def _judge_settled(
+    facts: AuditFacts, settlement: Settlement, quorum: int, recent_strikes: int
+) -> AuditJudgement:
+    """Arbitration has taken place: say what it and the repeats came to."""
+    answers = _Answers(settlement, facts.repeats)
+    found = [_evidence(rank, facts, answers) for rank in settlement.wrong]
+    named = tuple(n for n in found if n.reproduced)
+    strikes = tuple(n for n in found if n.reproduced is False)
+    ranks = involved_ranks(facts.bad)
+    unsteady, struck = answers.unsteady(), recent_strikes + len(strikes)
+
+    if unsteady:
+        outcome, said = (
+            Outcome.NONDETERMINISTIC,
+            f"repeats of {list_ranks(unsteady)} differ among themselves",
+        )
+    elif struck >= STRIKES_TO_DOUBT:
+        outcome = Outcome.NONDETERMINISTIC
+        said = f"{struck} ranks were wrong once lately and right when asked again"
+    elif named:
+        outcome, said = Outcome.SUSPECT, "; ".join(_described(n, answers) for n in named)
+    elif strikes:
+        outcome, said = Outcome.NOT_REPRODUCED, "; ".join(_described(n, answers) for n in strikes)
+    elif found:
+        outcome = Outcome.UNATTRIBUTED
+        said = (
+            f"a quorum contradicts {list_ranks(settlement.wrong)}, and the {REPEATS} repeats that show "
+            "whether this happens again were not all made"
+        )
+    else:
+        outcome = Outcome.INCONCLUSIVE
+        said = (
+            f"no value of the micro-batch of {list_ranks(settlement.inconclusive)} is held by "
+            f"{quorum} ranks and by more than any other"
+        )
+    if outcome is Outcome.NONDETERMINISTIC:
+        said += ": the computation does not repeat, and nobody is blamed until the next preflight"
+        named = ()
+    accused = {n.rank for n in named}
+    bystanders = tuple(rank for rank in ranks if rank not in accused)
+    return AuditJudgement(outcome, said, named, strikes, bystanders, settlement)
+
+
+def _judge_without_blame(
+    facts: AuditFacts, compared: Sequence[Bad], topology: Topology
+) -> AuditJudgement | None:
+    """The judgements that need no arbitration, or None if it has to decide."""
+    failed = [b for b in facts.bad if b not in compared]
+    ranks = involved_ranks(facts.bad)
+    limit = widespread_limit(topology.world_size)
+    domains = len(set(topology.domains))
+    bad = f"{len(compared)} of {count(facts.comparisons_total, 'comparison')} did not match"
+    if not facts.weights_equal:
+        said = "the replicas already differed before the audit; the weight check has the verdict"
+        return AuditJudgement(Outcome.VOID, said)
+    if len(compared) > limit:
+        said = f"{bad}: too many for one device (at most {limit}), so nobody is named"
+        return AuditJudgement(Outcome.WIDESPREAD, said, ranks=ranks)
+    if compared and domains < DOMAINS_TO_NAME:
+        noun = topology.fault_domain
+        said = (
+            f"{bad} ({list_ranks(ranks)}), and naming one takes {DOMAINS_TO_NAME} {noun}s, "
+            f"while there {'is' if domains == 1 else 'are'} {domains}"
+        )
+        return AuditJudgement(Outcome.UNATTRIBUTED, said, ranks=ranks)
+    if compared:
+        return None
+    if facts.transport:
+        said = f"the payload of {list_ranks(facts.transport)} arrived damaged; no device is named"
+        return AuditJudgement(Outcome.TRANSPORT, said, ranks=facts.transport)
+    if failed:
+        one = failed[0]
+        error = one.replayer_value if is_error(one.replayer_value) else one.producer_value
+        said = (
+            f"the replay of rank {one.producer} on rank {one.replayer} ended with: "
+            f"{error.removeprefix(ERROR_PREFIX).strip()}"
+        )
+        return AuditJudgement(Outcome.NOT_RUN, said, ranks=ranks)
+    return AuditJudgement(
+        Outcome.PASS, f"all {count(facts.comparisons_total, 'comparison')} matched bit for bit"
+    )
+
+
+def judge_audit(
+    facts: AuditFacts, topology: Topology, *, quorum: int = 2, recent_strikes: int = 0
+) -> AuditJudgement:
+    """Judge one audit from its facts; pure, the same on every rank.
+
+    Args:
+        facts: What was compared, arbitrated and repeated. A comparison whose payload arrived
+            damaged is judged as transport, not as a mismatch.
+        topology: Where the ranks are.
+        quorum: Different ranks that must hold a value for it to be right.
+        recent_strikes: Other ranks with a strike lately; see `struck_lately`.
+    """
+    usable = tuple(b for b in facts.bad if b.producer not in facts.transport)
+    compared = compared_only(usable)
+    early = _judge_without_blame(facts, compared, topology)
+    if early is not None:
+        return early
+    settlement = settle(compared, facts.arbitration, quorum=quorum)
+    return _judge_settled(facts, settlement, quorum, recent_strikes)

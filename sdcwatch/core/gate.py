@@ -1,0 +1,100 @@
+"""Whether a checkpoint may be saved, and how far it can be trusted.
+
+Never green while blind: only a step that was itself audited clean gives `SAVED`. With audits off
+(one rank, coverage off, ``audit_every=None``) a checkpoint is saved, because withholding all of
+them would help nobody, but as `PROVISIONAL` for the reason `NO_AUDIT`, and nothing confirms it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sdcwatch.core.records import CheckpointResult, GateReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateFacts:
+    """What the gate looks at.
+
+    Attributes:
+        step: Step of the checkpoint.
+        tainted: A weight check has failed in this run.
+        nonfinite_passed: Check 1 passed at this step.
+        replay_failed: An audit at this step failed.
+        fingerprint_passed: Check 3 passed at this step.
+        last_clean_audit_step: Step of the last clean audit; None before the first.
+        audit_age_limit: Largest age of that audit in steps; None for no limit.
+        preflighted: Preflight is done.
+        audits_on: Check 2 runs in this run.
+    """
+
+    step: int
+    tainted: bool
+    nonfinite_passed: bool
+    replay_failed: bool
+    fingerprint_passed: bool
+    last_clean_audit_step: int | None
+    audit_age_limit: int | None
+    preflighted: bool
+    audits_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GateDecision:
+    """What the gate decided.
+
+    Attributes:
+        save: Call the user's `save`.
+        result: `SAVED`, `PROVISIONAL` or `WITHHELD`.
+        reason: Why, as a closed word.
+        detail: Why, as a sentence.
+        audit_age: Steps since the last clean audit; None if there was none.
+    """
+
+    save: bool
+    result: CheckpointResult
+    reason: GateReason
+    detail: str
+    audit_age: int | None
+
+
+def _refusal(facts: GateFacts, age: int | None) -> tuple[GateReason, str] | None:
+    """The first reason to withhold, the gravest first."""
+    limit = facts.audit_age_limit
+    if facts.tainted:
+        return GateReason.TAINTED, "A weight check failed earlier: the replicas are corrupt."
+    if not facts.fingerprint_passed:
+        return GateReason.FINGERPRINT, "The replicas hold different weights at this step."
+    if not facts.nonfinite_passed:
+        return GateReason.NONFINITE, "A loss or gradient was not finite at this step."
+    if facts.replay_failed:
+        return GateReason.REPLAY, "The replay audit failed at this step."
+    if not facts.audits_on:
+        return None
+    if not facts.preflighted:
+        return GateReason.NOT_PREFLIGHTED, "Preflight is not done: nothing has been audited yet."
+    if age is None:
+        return GateReason.NO_AUDIT, "No audit has been clean yet in this run."
+    if limit is not None and age > limit:
+        return (
+            GateReason.AUDIT_TOO_OLD,
+            f"The last clean audit is {age} steps old; at most {limit} are allowed.",
+        )
+    return None
+
+
+def judge_checkpoint(facts: GateFacts) -> GateDecision:
+    """Save or withhold the checkpoint of one step; pure, the same on every rank."""
+    last = facts.last_clean_audit_step
+    age = None if last is None else facts.step - last
+    refusal = _refusal(facts, age)
+    if refusal is not None:
+        return GateDecision(False, CheckpointResult.WITHHELD, *refusal, age)
+    if not facts.audits_on:
+        detail = "Audits are off: nothing will confirm this checkpoint."
+        return GateDecision(True, CheckpointResult.PROVISIONAL, GateReason.NO_AUDIT, detail, age)
+    if age == 0:
+        detail = "Every check passed at this step."
+        return GateDecision(True, CheckpointResult.SAVED, GateReason.OK, detail, age)
+    detail = f"The last clean audit is {age} steps old; the next clean one confirms it."
+    return GateDecision(True, CheckpointResult.PROVISIONAL, GateReason.OK, detail, age)
