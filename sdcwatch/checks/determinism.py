@@ -4,7 +4,8 @@ Deterministic mode is asked for with warnings only: an operation without a deter
 not end somebody's training. Its warnings are silenced while the switches are on, because the
 preflight measures what they only guess. Scaled dot-product attention keeps, on a GPU, the one
 backend whose backward repeats in this mode: the fused ones stay nondeterministic under
-``warn_only``. Who trains in the strict mode already keeps it, and its backends. On a CPU every backend repeats and none is switched.
+``warn_only``. Who trains in the strict mode keeps it, and its backends. On a CPU every backend
+repeats and none is switched.
 """
 
 from __future__ import annotations
