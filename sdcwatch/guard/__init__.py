@@ -1,0 +1,1 @@
+"""The guard inside the training loop: collectives, hooks, and the order in which checks run."""

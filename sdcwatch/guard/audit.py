@@ -1,0 +1,415 @@
+"""Check 2, the ring replay audit: the protocol of one audit over an `Exchange`.
+
+Every rank sends its micro-batch to a rank on another node and recomputes the one it receives; loss
+bits and gradient fingerprints must be equal. On a mismatch ranks on third nodes recompute too, and
+before anybody is named, the rank and some that agree recompute again. Who is named is decided in
+`sdcwatch.core.blame`; this module only moves facts.
+
+Collectives on a clean audit: two point-to-point rounds and one MAX of one word. Source of the
+scheme: docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sdcwatch.checks.capture import MicroBatch
+from sdcwatch.checks.determinism import environment_facts
+from sdcwatch.checks.fingerprint import digest_tensor
+from sdcwatch.checks.payload import NotTransportable, PayloadDamaged, pack, unpack
+from sdcwatch.checks.replay import ReplayResult
+from sdcwatch.core.blame import (
+    AuditFacts,
+    AuditJudgement,
+    Bad,
+    error_value,
+    judge_audit,
+    plan_arbitration,
+    plan_repeats,
+    settle,
+    struck_lately,
+    widespread_limit,
+)
+from sdcwatch.core.pairing import Pairing, draw_pairing
+from sdcwatch.core.records import Comparison, Phase
+from sdcwatch.core.topology import Topology
+from sdcwatch.guard.exchange import Exchange
+
+Replay = Callable[[MicroBatch], ReplayResult]
+SHOWN = 10
+"""Tensor names that a record carries at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStep:
+    """What a rank computed in its own step.
+
+    Attributes:
+        micro_batch: What it computed from.
+        loss: Digest of the loss bits.
+        gradients: Fingerprints of this backward's gradients, int64 (parameters, 2); None to compare
+            the loss only.
+    """
+
+    micro_batch: MicroBatch
+    loss: tuple[int, int]
+    gradients: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """What one audit came to, the same on every rank.
+
+    Attributes:
+        judgement: Outcome, reason, and who is named.
+        comparisons: Those that did not match.
+        total: Comparisons made.
+        notes: What ranks do not repeat, and differences between environments.
+        seconds: Wall time per phase on this rank.
+    """
+
+    judgement: AuditJudgement
+    comparisons: tuple[Comparison, ...]
+    total: int
+    notes: tuple[str, ...] = ()
+    seconds: dict[Phase, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """What one replayer found; crosses ranks as JSON."""
+
+    producer: int
+    replayer: int
+    producer_value: str = ""
+    replayer_value: str = ""
+    loss_equal: bool = True
+    bad: tuple[int, ...] = ()
+    bad_total: int = 0
+    error: str = ""
+    transport: bool = False
+
+    @property
+    def matches(self) -> bool:
+        return self.producer_value == self.replayer_value and not (self.error or self.transport)
+
+    @property
+    def as_bad(self) -> Bad:
+        value = error_value(self.error) if self.error else self.replayer_value
+        return Bad(self.producer, self.replayer, self.producer_value, value)
+
+
+def pack_or_nothing(micro_batch: MicroBatch) -> torch.Tensor:
+    """The packed micro-batch, or no bytes if it does not pickle: the receiver reports that."""
+    try:
+        return pack(micro_batch)
+    except NotTransportable:
+        return torch.empty(0, dtype=torch.uint8)
+
+
+def unpack_or_error(payload: torch.Tensor, device: torch.device) -> MicroBatch | str:
+    """The micro-batch in `payload`, or why it cannot be read here; "transport" if damaged."""
+    if payload.numel() == 0:
+        return "NotTransportable: the batch does not pickle on the sending rank"
+    try:
+        return unpack(payload, device)
+    except PayloadDamaged:
+        return "transport"
+    except NotTransportable as error:
+        return f"NotTransportable: {error}"
+
+
+def result_table(loss: tuple[int, int], gradients: torch.Tensor | None) -> torch.Tensor:
+    """Loss digest and gradient fingerprints as one int64 (1 + parameters, 2) CPU tensor."""
+    signed = [v - 2**64 if v >= 2**63 else v for v in loss]
+    head = torch.tensor([signed], dtype=torch.int64)
+    return head if gradients is None else torch.cat([head, gradients.cpu()])
+
+
+def value_of(table: torch.Tensor) -> str:
+    """One opaque word that is equal exactly if two tables are."""
+    return "-".join(f"{v & (2**64 - 1):016x}" for v in digest_tensor(table).tolist())
+
+
+def frame_table(table: torch.Tensor) -> torch.Tensor:
+    """A table and its own fingerprint as bytes."""
+    return torch.cat([table, digest_tensor(table).reshape(1, 2)]).view(torch.uint8).flatten()
+
+
+def unframe_table(data: torch.Tensor) -> torch.Tensor:
+    """Inverse of `frame_table`.
+
+    Raises:
+        PayloadDamaged: The fingerprint does not fit.
+    """
+    words = data.view(torch.int64).reshape(-1, 2)
+    table = words[:-1]
+    if not torch.equal(digest_tensor(table), words[-1]):
+        msg = "Expected the table that was sent, but its fingerprint differs. Check the network."
+        raise PayloadDamaged(msg)
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class AuditPolicy:
+    """What does not change from audit to audit.
+
+    Attributes:
+        device: Where received micro-batches go.
+        quorum: Different ranks that must agree before another is named.
+        seed: Seed of the pairing.
+    """
+
+    device: torch.device
+    quorum: int = 2
+    seed: int = 0
+
+
+class RingAudit:
+    """Runs audits.
+
+    Args:
+        exchange: Moves the payloads.
+        topology: Who is where.
+        replay: Recomputes one micro-batch; returns errors as results, never raises.
+        names: Parameter names in the order of the gradient tables.
+        policy: Quorum and seed.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        topology: Topology,
+        replay: Replay,
+        names: Sequence[str],
+        *,
+        policy: AuditPolicy,
+    ) -> None:
+        self._exchange, self._topology, self._replay = exchange, topology, replay
+        self._names, self._device = tuple(names), policy.device
+        self._quorum, self._seed = policy.quorum, policy.seed
+        self._held: dict[int, MicroBatch] = {}
+        self._seconds: dict[Phase, float] = {}
+        self._strikes: list[tuple[int, int]] = []
+        self._audits = 0
+
+    def forget_strikes(self) -> None:
+        """Start the history of one-off mismatches over, after a preflight."""
+        self._strikes.clear()
+
+    def run(self, step: int, own: OwnStep) -> AuditResult:
+        """One audit. Every rank calls it at the same step with its own step's results.
+
+        Raises:
+            RankGone: A rank did not answer within the deadline.
+        """
+        where = f"the audit of step {step}"
+        self._seconds = {}
+        self._held = {self._exchange.rank: own.micro_batch}
+        self._audits += 1
+        pairing = draw_pairing(self._topology, step=step, seed=self._seed)
+        try:
+            finding = self._compare(pairing, own, where)
+            trouble = self._exchange.max_words((int(not finding.matches),), where)[0]
+            if not trouble:
+                world = self._topology.world_size
+                judgement = judge_audit(AuditFacts(comparisons_total=world), self._topology)
+                return AuditResult(judgement, (), world, seconds=dict(self._seconds))
+            return self._blame(finding, pairing, own, where)
+        finally:
+            self._held = {}
+
+    def _compare(self, pairing: Pairing, own: OwnStep, where: str) -> _Finding:
+        me = self._exchange.rank
+        to, producer = pairing.replayer[me], pairing.producer[me]
+        started = time.perf_counter()
+        table = result_table(own.loss, own.gradients)
+        packed = pack_or_nothing(own.micro_batch)
+        payload = self._exchange.route({to: packed}, [producer], where)[producer]
+        theirs = self._exchange.route({to: frame_table(table)}, [producer], where)[producer]
+        self._spent(Phase.EXCHANGE, started)
+        received = unpack_or_error(payload, self._device)
+        try:
+            expected = unframe_table(theirs)
+        except PayloadDamaged:
+            received = "transport"
+        if isinstance(received, str):
+            damaged = received == "transport"
+            error = "" if damaged else received
+            return _Finding(producer, me, transport=damaged, error=error)
+        self._held[producer] = received
+        got, error = self._recompute(producer, gradients=own.gradients is not None)
+        return self._finding(producer, expected, got, error)
+
+    def _finding(
+        self, producer: int, expected: torch.Tensor, got: torch.Tensor | None, error: str
+    ) -> _Finding:
+        me = self._exchange.rank
+        if got is None:
+            return _Finding(producer, me, producer_value=value_of(expected), error=error)
+        differs = (expected != got).any(dim=1)
+        bad = differs[1:].nonzero().flatten().tolist()
+        return _Finding(
+            producer,
+            me,
+            producer_value=value_of(expected),
+            replayer_value=value_of(got),
+            loss_equal=not bool(differs[0]),
+            bad=tuple(bad[:SHOWN]),
+            bad_total=len(bad),
+        )
+
+    def _recompute(self, producer: int, *, gradients: bool) -> tuple[torch.Tensor | None, str]:
+        started = time.perf_counter()
+        result = self._replay(self._held[producer])
+        self._spent(Phase.REPLAY, started)
+        if result.error:
+            return None, result.error
+        return result_table(result.loss, result.gradients if gradients else None), ""
+
+    def _blame(self, finding: _Finding, pairing: Pairing, own: OwnStep, where: str) -> AuditResult:
+        started = time.perf_counter()
+        gradients = own.gradients is not None
+        rows = self._exchange.gather(json.dumps(_as_json(finding)).encode(), where)
+        findings = [_from_json(json.loads(row)) for row in rows]
+        bad = [f.as_bad for f in findings if not (f.matches or f.transport)]
+        notes: list[str] = []
+        arbitration: dict[int, dict[int, str]] = {}
+        repeats: dict[tuple[int, int], tuple[str, ...]] = {}
+        if sum(not f.error for f in findings if not f.matches) > widespread_limit(len(findings)):
+            notes += self._survey(own, where, gradients=gradients)
+        elif bad:
+            arbitration = self._arbitrate(bad, own, where, gradients=gradients)
+            repeats = self._repeat(bad, arbitration, where, gradients=gradients)
+        facts = AuditFacts(
+            comparisons_total=len(findings),
+            bad=tuple(bad),
+            arbitration=arbitration,
+            repeats=repeats,
+            transport=tuple(sorted(f.producer for f in findings if f.transport)),
+            pairing=pairing,
+        )
+        judgement = self._judge(facts)
+        self._spent(Phase.BLAME, started)
+        comparisons = tuple(
+            self._record(f, arbitration, judgement) for f in findings if not f.matches
+        )
+        return AuditResult(judgement, comparisons, len(findings), tuple(notes), dict(self._seconds))
+
+    def _judge(self, facts: AuditFacts) -> AuditJudgement:
+        wrong = settle(facts.bad, facts.arbitration, quorum=self._quorum).wrong
+        struck = struck_lately(self._strikes, audit=self._audits, excluding=wrong)
+        judgement = judge_audit(facts, self._topology, quorum=self._quorum, recent_strikes=struck)
+        self._strikes += [(self._audits, n.rank) for n in judgement.strikes]
+        return judgement
+
+    def _arbitrate(
+        self, bad: Sequence[Bad], own: OwnStep, where: str, *, gradients: bool
+    ) -> dict[int, dict[int, str]]:
+        me = self._exchange.rank
+        plan = plan_arbitration(bad, self._topology, quorum=self._quorum)
+        outgoing = {a: pack_or_nothing(own.micro_batch) for a in plan.get(me, ())}
+        incoming = [p for p, arbiters in plan.items() if me in arbiters]
+        received = self._exchange.route(outgoing, incoming, where)
+        values: dict[str, str] = {}
+        for producer, payload in received.items():
+            micro_batch = unpack_or_error(payload, self._device)
+            if isinstance(micro_batch, str):
+                continue
+            self._held[producer] = micro_batch
+            table, _ = self._recompute(producer, gradients=gradients)
+            if table is not None:
+                values[str(producer)] = value_of(table)
+        rows = self._exchange.gather(json.dumps(values).encode(), where)
+        arbitration: dict[int, dict[int, str]] = {p: {} for p in plan}
+        for arbiter, row in enumerate(rows):
+            for producer_text, value in json.loads(row).items():
+                arbitration[int(producer_text)][arbiter] = value
+        return arbitration
+
+    def _repeat(
+        self,
+        bad: Sequence[Bad],
+        arbitration: dict[int, dict[int, str]],
+        where: str,
+        *,
+        gradients: bool,
+    ) -> dict[tuple[int, int], tuple[str, ...]]:
+        """Those to be named, and those they are measured against, compute again."""
+        me = self._exchange.rank
+        plan = plan_repeats(settle(bad, arbitration, quorum=self._quorum))
+        own: dict[str, list[str]] = {}
+        for repeat in plan:
+            if repeat.rank != me or repeat.producer not in self._held:
+                continue
+            values = []
+            for _ in range(repeat.times):
+                table, error = self._recompute(repeat.producer, gradients=gradients)
+                values.append(error_value(error) if table is None else value_of(table))
+            own[str(repeat.producer)] = values
+        rows = self._exchange.gather(json.dumps(own).encode(), where)
+        return {
+            (rank, int(producer)): tuple(values)
+            for rank, row in enumerate(rows)
+            for producer, values in json.loads(row).items()
+        }
+
+    def _survey(self, own: OwnStep, where: str, *, gradients: bool) -> list[str]:
+        """Too many mismatches for a broken device: does each rank repeat itself, and in what?"""
+        table, error = self._recompute(self._exchange.rank, gradients=gradients)
+        same = table is not None and value_of(table) == value_of(
+            result_table(own.loss, own.gradients)
+        )
+        message = {"same": same, "error": error, "environment": environment_facts(self._device)}
+        rows = [json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), where)]
+        notes = []
+        unequal = [r for r, row in enumerate(rows) if not row["same"]]
+        if unequal:
+            notes.append(f"ranks {unequal} do not repeat their own micro-batch")
+        notes += environment_differences([row["environment"] for row in rows])
+        return notes
+
+    def _record(
+        self, finding: _Finding, arbitration: dict[int, dict[int, str]], judgement: AuditJudgement
+    ) -> Comparison:
+        pair = (finding.producer, finding.replayer)
+        wrong = judgement.settlement.wrong
+        return Comparison(
+            producer=finding.producer,
+            replayer=finding.replayer,
+            loss_equal=finding.loss_equal,
+            tensors=tuple(self._names[i] for i in finding.bad),
+            tensors_bad=finding.bad_total,
+            arbiters=tuple(sorted(arbitration.get(finding.producer, {}))),
+            wrong=tuple(r for r in pair if finding.producer in wrong.get(r, ())),
+            note="transport" if finding.transport else finding.error,
+        )
+
+    def _spent(self, phase: Phase, started: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def environment_differences(environments: Sequence[dict[str, str]]) -> list[str]:
+    """One sentence per fact in which ranks differ, naming the ranks on each side."""
+    said = []
+    for key in sorted({k for e in environments for k in e}):
+        sides: dict[str, list[int]] = {}
+        for rank, environment in enumerate(environments):
+            sides.setdefault(environment.get(key, "unknown"), []).append(rank)
+        if len(sides) > 1:
+            parts = [f"{value!r} on ranks {ranks}" for value, ranks in sides.items()]
+            said.append(f"{key} differs: " + ", ".join(parts))
+    return said
+
+
+def _as_json(finding: _Finding) -> dict[str, object]:
+    return {name: getattr(finding, name) for name in _Finding.__dataclass_fields__}
+
+
+def _from_json(data: dict[str, object]) -> _Finding:
+    return _Finding(**{**data, "bad": tuple(data["bad"])})  # type: ignore[arg-type]

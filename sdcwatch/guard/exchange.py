@@ -1,0 +1,297 @@
+"""Every collective of the guard, behind one protocol. The only module that talks to the backend.
+
+Control traffic runs on a gloo group of the guard's own, so that it cannot interleave with DDP's.
+Each operation is issued async and awaited with a *soft* deadline, which leaves the group usable;
+when it passes, a roll-call through the store finds out who is missing, and `RankGone` names them.
+
+On CUDA the two-word all-reduce of every step runs on DDP's own group, on the device: the end of the
+backward is a fixed point of the host order there, and no second communicator is needed. Everything
+else stays on gloo with CPU copies, where a deadline is an exception.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from sdcwatch.errors import ConfigurationError, RankGone
+
+NEUTRAL = -(2**63)
+"""What a rank that has no word contributes to a MAX: it never wins."""
+
+
+class Exchange(Protocol):
+    """What the guard needs from a group of ranks. Every method is called by every rank.
+
+    Attributes:
+        rank: This rank within the group.
+        world_size: Number of ranks.
+    """
+
+    rank: int
+    world_size: int
+
+    def max_words(
+        self, words: Sequence[int], where: str, *, deadline_seconds: float | None = None
+    ) -> tuple[int, ...]:
+        """Element-wise maximum over all ranks of a few signed 64-bit words.
+
+        Args:
+            words: The same number on every rank.
+            where: What is being done, for errors.
+            deadline_seconds: Instead of the usual deadline, where one rank may be long.
+        """
+        ...
+
+    def gather(self, message: bytes, where: str) -> list[bytes]:
+        """The message of every rank, in rank order."""
+        ...
+
+    def route(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Sequence[int], where: str
+    ) -> dict[int, torch.Tensor]:
+        """Send byte tensors to some ranks and receive one from each rank in `incoming`.
+
+        Both sides must name each other; a rank that neither sends nor receives passes nothing.
+        """
+        ...
+
+    def position(self, text: str) -> None:
+        """Remember what this rank is doing, for a roll-call that another rank starts."""
+        ...
+
+    def leave(self, note: str) -> None:
+        """Leave a note that a later roll-call finds. No collective."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the group holds. No collective."""
+        ...
+
+
+class RollCall:
+    """Finds absent ranks through the store, which works when collectives do not.
+
+    Every rank that waits in vain posts ``here``; a watchdog thread on the others answers with what
+    its rank is doing. Who has posted nothing when the window closes is gone.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, window_seconds: float) -> None:
+        self._store, self.rank, self.world_size = store, rank, world_size
+        self.window_seconds = window_seconds
+        self._position = "starting"
+
+    def position(self, text: str) -> None:
+        """Remember what this rank is doing."""
+        self._position = text
+
+    def leave(self, note: str) -> None:
+        """Leave a note under this rank's name; a lost store is no error, the rank is leaving."""
+        try:
+            self._store.set(f"left/{self.rank}", note or "left")
+        except Exception:  # the store dies with the rank that hosts it
+            return
+
+    def answer(self) -> str | None:
+        """Answer a roll-call that another rank has started; called from the watchdog thread.
+
+        Returns:
+            The operation asked for, or None if there is no open roll-call.
+        """
+        if not self._store.check(["call"]):
+            return None
+        where = str(self._store.get("call").decode())
+        self._store.set(f"elsewhere/{where}/{self.rank}", self._position)
+        return where
+
+    def call(self, where: str) -> tuple[tuple[int, ...], dict[int, str], str]:
+        """Post ``here`` and wait for the others.
+
+        Returns:
+            Absent ranks, what is known of each (a leaver's note or what it is doing), and what
+            went wrong with the store, if anything did.
+        """
+        missing = set(range(self.world_size)) - {self.rank}
+        try:
+            self._store.set("call", where)
+            self._store.set(f"here/{where}/{self.rank}", "1")
+            end = time.monotonic() + self.window_seconds
+            while missing and time.monotonic() < end:
+                missing -= {r for r in missing if self._store.check([f"here/{where}/{r}"])}
+                time.sleep(0.05)
+            return tuple(sorted(missing)), self._known(missing, where), ""
+        except Exception as error:  # every store raises its own type
+            return tuple(sorted(missing)), {}, f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _known(self, missing: set[int], where: str) -> dict[int, str]:
+        known = {}
+        for rank in sorted(missing):
+            keys = ((f"left/{rank}", "left: "), (f"elsewhere/{where}/{rank}", "is alive, "))
+            for key, words in keys:
+                if self._store.check([key]):
+                    known[rank] = words + self._store.get(key).decode()
+                    break
+        return known
+
+
+class GlooExchange:
+    """An `Exchange` over a gloo group of the guard's own.
+
+    Args:
+        process_group: The group of the replicas, usually DDP's; None for the default group.
+        deadline_seconds: Soft deadline of each operation.
+        device: Where the two-word all-reduce of a step runs; CUDA means DDP's own group.
+        on_absent: Called with the result of a roll-call before `RankGone` is raised.
+
+    Raises:
+        ConfigurationError: No process group is initialised.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        deadline_seconds: float = 60.0,
+        device: torch.device | None = None,
+        on_absent: Callable[[str, tuple[int, ...], dict[int, str], float], None] | None = None,
+    ) -> None:
+        require_process_group()
+        parent = process_group if process_group is not None else dist.group.WORLD
+        self._ranks = dist.get_process_group_ranks(parent)
+        subset = len(self._ranks) != dist.get_world_size()
+        # Far above the soft deadline: this one would destroy the group.
+        hard = timedelta(seconds=max(1800.0, 20 * deadline_seconds))
+        self._group = dist.new_group(
+            self._ranks, backend="gloo", timeout=hard, use_local_synchronization=subset
+        )
+        self.rank = dist.get_rank(self._group)
+        self.world_size = len(self._ranks)
+        self._deadline = deadline_seconds
+        self._device_group = parent if device is not None and device.type == "cuda" else None
+        self._device = device
+        self.on_absent = on_absent
+        tag = f"sdcwatch/{'-'.join(map(str, self._ranks[:1]))}/{_next_tag()}/"
+        base = dist.distributed_c10d._get_default_store()
+        self.rolls = RollCall(
+            dist.PrefixStore(tag, base), self.rank, self.world_size, deadline_seconds + 1.0
+        )
+
+    def max_words(
+        self, words: Sequence[int], where: str, *, deadline_seconds: float | None = None
+    ) -> tuple[int, ...]:
+        """Element-wise maximum; see `Exchange.max_words`."""
+        if self._device_group is not None and len(words) == 2:
+            on_device = torch.tensor(words, dtype=torch.int64, device=self._device)
+            dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=self._device_group)
+            return tuple(on_device.tolist())
+        tensor = torch.tensor(words, dtype=torch.int64, device="cpu")
+        self._await(
+            lambda: [dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True)],
+            where,
+            deadline_seconds,
+        )
+        return tuple(tensor.tolist())
+
+    def gather(self, message: bytes, where: str) -> list[bytes]:
+        """Every rank's message; see `Exchange.gather`. Sizes travel first."""
+        own = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
+        sizes = [torch.empty_like(own) for _ in self._ranks]
+        self._await(lambda: [dist.all_gather(sizes, own, self._group, async_op=True)], where)
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
+        if message:
+            padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        rows = [torch.empty_like(padded) for _ in self._ranks]
+        self._await(lambda: [dist.all_gather(rows, padded, self._group, async_op=True)], where)
+        return [bytes(row[:n].numpy()) for row, n in zip(rows, lengths, strict=True)]
+
+    def route(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Sequence[int], where: str
+    ) -> dict[int, torch.Tensor]:
+        """Point-to-point byte tensors; see `Exchange.route`.
+
+        Sizes travel first: a receive buffer smaller than the message aborts the process on gloo.
+        """
+        sizes = {r: torch.tensor([t.numel()], dtype=torch.int64) for r, t in outgoing.items()}
+        expected = {r: torch.zeros(1, dtype=torch.int64) for r in incoming}
+        self._await(lambda: self._post(sizes, expected), where)
+        buffers = {r: torch.empty(int(n), dtype=torch.uint8) for r, n in expected.items()}
+        self._await(lambda: self._post(outgoing, buffers), where)
+        return buffers
+
+    def _post(
+        self, outgoing: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor]
+    ) -> list[Any]:
+        works = [dist.irecv(t, self._ranks[r], self._group) for r, t in buffers.items()]
+        works += [dist.isend(t, self._ranks[r], self._group) for r, t in outgoing.items()]
+        return works
+
+    def _await(
+        self, issue: Callable[[], list[Any]], where: str, deadline_seconds: float | None = None
+    ) -> None:
+        started = time.monotonic()
+        deadline = self._deadline if deadline_seconds is None else deadline_seconds
+        try:
+            for work in issue():
+                left = max(0.001, deadline - (time.monotonic() - started))
+                work.wait(timeout=timedelta(seconds=left))
+        except RuntimeError as error:
+            self._gone(where, error, time.monotonic() - started)
+
+    def _gone(self, where: str, error: RuntimeError, waited: float) -> None:
+        absent, known, store_error = self.rolls.call(where)
+        if self.on_absent is not None:
+            self.on_absent(where, absent, known, waited)
+        said = [f"rank {r} {text}" for r, text in known.items()]
+        first = str(error).splitlines()[0][:120]
+        if store_error:
+            said.append(f"the store is gone too ({store_error}); the rank that hosts it ended")
+        if not absent:
+            said.append("every rank answered the roll-call late; one of them was slow")
+        said.append(f"waited {waited:.1f} s: {first}")
+        raise RankGone(absent, "; ".join(said), where) from error
+
+    def position(self, text: str) -> None:
+        """See `Exchange.position`."""
+        self.rolls.position(text)
+
+    def leave(self, note: str) -> None:
+        """See `Exchange.leave`."""
+        self.rolls.leave(note)
+
+    def close(self) -> None:
+        """Nothing to give back: the group ends with `destroy_process_group`."""
+
+
+_TAGS = iter(range(1_000_000_000))
+
+
+def _next_tag() -> int:
+    """A number that is the same on every rank: guards are created in the same order everywhere."""
+    return next(_TAGS)
+
+
+def require_process_group() -> None:
+    """Check that torch.distributed is initialised.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        msg = (
+            "Expected an initialised process group, but got none. Call "
+            "torch.distributed.init_process_group() before sdcwatch.init()."
+        )
+        raise ConfigurationError(msg)
+
+
+def all_reduce_async(tensor: torch.Tensor, group: Any) -> torch.futures.Future[Any]:
+    """DDP's own all-reduce of one bucket, async, as its communication hook returns it."""
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    future: torch.futures.Future[Any] = work.get_future()
+    return future

@@ -1,0 +1,100 @@
+"""The DDP communication hook: screens local and reduced gradients around the all-reduce.
+
+Nothing in it reads a value on the host or raises: an exception in a communication hook breaks DDP
+for good. Results wait on the device until the end of the backward.
+
+DDP requires the annotation of the second parameter at run time, hence no
+``from __future__ import annotations`` in this module.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sdcwatch.checks.nonfinite import screen
+from sdcwatch.guard.exchange import all_reduce_async
+
+UserHook = tuple[Any, Callable[..., Any]]
+
+
+class GradientScreen:
+    """State of the communication hook over one synchronising backward.
+
+    Attributes:
+        local: One screen per bucket, of the local gradient before the all-reduce.
+        reduced: One screen per bucket, of the reduced gradient.
+        elements: Gradient elements reduced so far.
+        aliased: Ids of parameters whose gradient was a bucket view before this backward.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        world_size: int,
+        on_bucket: Callable[[], None],
+        user_hook: UserHook | None = None,
+    ) -> None:
+        self._group, self._world_size = group, world_size
+        self._on_bucket, self._user_hook = on_bucket, user_hook
+        self.local: list[torch.Tensor] = []
+        self.reduced: list[torch.Tensor] = []
+        self.elements = 0
+        self.aliased: frozenset[int] = frozenset()
+
+    def begin(self, aliased: frozenset[int] = frozenset()) -> None:
+        """Start over, at the start of a synchronising backward."""
+        self.local.clear()
+        self.reduced.clear()
+        self.elements = 0
+        self.aliased = aliased
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Screen, average over the ranks as DDP would, screen again."""
+        self._on_bucket()
+        buffer = bucket.buffer()
+        self.elements += _elements(buffer, bucket)
+        self.local.append(screen(buffer))
+        if self._user_hook is not None:
+            state, hook = self._user_hook
+            future = hook(state, bucket)
+        else:
+            self._average(buffer, bucket)
+            future = all_reduce_async(buffer, self._group)
+        return future.then(self._reduced)
+
+    def _average(self, buffer: torch.Tensor, bucket: dist.GradBucket) -> None:
+        # DDP multiplies by 1/W, but divides sparse gradients and those that already were views of
+        # the bucket; the bits differ unless W is a power of two.
+        if buffer.is_sparse:
+            buffer.div_(self._world_size)
+            return
+        aliased = [id(p) in self.aliased for p in bucket.parameters()]
+        if not any(aliased):
+            buffer.mul_(1.0 / self._world_size)
+        elif all(aliased):
+            buffer.div_(self._world_size)
+        else:
+            for view, is_view in zip(bucket.gradients(), aliased, strict=True):
+                view.div_(self._world_size) if is_view else view.mul_(1.0 / self._world_size)
+
+    def _reduced(self, future: torch.futures.Future[Any]) -> torch.Tensor:
+        value = future.value()
+        tensor: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
+        self.reduced.append(screen(tensor))
+        return tensor
+
+
+def _elements(buffer: torch.Tensor, bucket: dist.GradBucket) -> int:
+    if buffer.is_sparse:
+        return sum(p.numel() for p in bucket.parameters())
+    return buffer.numel()
+
+
+def guard_hook(
+    state: GradientScreen, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The function that DDP calls for each bucket."""
+    return state.reduce(bucket)

@@ -1,0 +1,172 @@
+"""Check 1 after it tripped: who saw a non-finite value, and does another node compute it too?
+
+Runs only when a rank saw something, so it may gather. The flagged rank's micro-batches travel to a
+rank on another node with the captured gradient of the loss, so that a scaled overflow overflows
+again. What the facts mean is decided in `sdcwatch.core.nonfinite`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from sdcwatch.checks.capture import MicroBatch
+from sdcwatch.checks.replay import ReplayResult
+from sdcwatch.core.nonfinite import (
+    NonfiniteJudgement,
+    RankFinite,
+    ReplayFinite,
+    judge_nonfinite,
+    plan_nonfinite_replays,
+)
+from sdcwatch.core.topology import Topology
+from sdcwatch.guard.audit import pack_or_nothing, unpack_or_error
+from sdcwatch.guard.exchange import Exchange
+
+ReplayScaled = Callable[[MicroBatch, bool], ReplayResult]
+MAX_IN_A_ROW = 16
+"""Investigations in consecutive steps before only every tenth is replayed."""
+
+
+class NonfiniteInvestigation:
+    """Finds out where a non-finite value comes from.
+
+    Args:
+        exchange: Moves facts and payloads.
+        topology: Who is where.
+        replay: Recomputes a micro-batch; the flag asks for a loss gradient of one instead of the
+            captured one.
+        device: Where received micro-batches go.
+    """
+
+    def __init__(
+        self, exchange: Exchange, topology: Topology, replay: ReplayScaled, device: torch.device
+    ) -> None:
+        self._exchange, self._topology = exchange, topology
+        self._replay, self._device = replay, device
+        self._in_a_row = 0
+        self._last_step = -2
+
+    def run(
+        self, step: int, own: RankFinite, micro_batches: Sequence[MicroBatch]
+    ) -> NonfiniteJudgement:
+        """Investigate. Every rank calls it when the agreed word of the step says so.
+
+        Args:
+            step: The step.
+            own: What this rank saw.
+            micro_batches: Everything this rank accumulated in the step, in order; empty if unknown.
+        """
+        where = f"the non-finite check of step {step}"
+        own = replace(own, loss_scaled=_scaled(micro_batches))
+        message = {**asdict(own), "count": len(micro_batches)}
+        rows = [json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), where)]
+        counts = [row.pop("count") for row in rows]
+        facts = [RankFinite(**row) for row in rows]
+        if self._limited(step):
+            judgement = judge_nonfinite(facts, {}, self._topology)
+            text = f"{judgement.reason} (not replayed: too many such steps in a row)"
+            return replace(judgement, reason=text)
+        plan = plan_nonfinite_replays(facts, self._topology)
+        plan = {p: r for p, r in plan.items() if counts[p] > 0}
+        if plan:
+            replays = self._elsewhere(plan, counts, micro_batches, where)
+        else:
+            replays = self._without_scale(facts, micro_batches, where)
+        return judge_nonfinite(facts, replays, self._topology)
+
+    def _limited(self, step: int) -> bool:
+        self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 0
+        self._last_step = step
+        return self._in_a_row > MAX_IN_A_ROW and self._in_a_row % 10 != 0
+
+    def _elsewhere(
+        self,
+        plan: dict[int, int],
+        counts: Sequence[int],
+        micro_batches: Sequence[MicroBatch],
+        where: str,
+    ) -> dict[int, ReplayFinite]:
+        """Replay every flagged rank's micro-batches, in order, on a rank of another domain."""
+        me = self._exchange.rank
+        found: dict[int, list[ReplayResult]] = {p: [] for p, r in plan.items() if r == me}
+        unscaled: dict[int, list[ReplayResult]] = {p: [] for p in found}
+        damaged: set[int] = set()
+        for index in range(max(counts[p] for p in plan)):
+            outgoing = {}
+            if me in plan and index < counts[me]:
+                outgoing[plan[me]] = pack_or_nothing(micro_batches[index])
+            incoming = [p for p in found if index < counts[p]]
+            for producer, payload in self._exchange.route(outgoing, incoming, where).items():
+                micro_batch = unpack_or_error(payload, self._device)
+                if isinstance(micro_batch, str):
+                    damaged.add(producer)
+                    continue
+                result = self._replay(micro_batch, False)
+                found[producer].append(result)
+                if _nonfinite(result):
+                    unscaled[producer].append(self._replay(micro_batch, True))
+        own = [
+            _summarise(p, me, results, unscaled[p], damaged=p in damaged)
+            for p, results in found.items()
+        ]
+        return self._share(own, where)
+
+    def _without_scale(
+        self, facts: Sequence[RankFinite], micro_batches: Sequence[MicroBatch], where: str
+    ) -> dict[int, ReplayFinite]:
+        """No other domain can replay, and the flagged ranks scale their loss.
+
+        An overflow of the scale is normal then: each flagged rank repeats its own micro-batches
+        with and without it. Its own word counts only if it explains the value for all of them.
+        """
+        flagged = [f.rank for f in facts if f.local or f.loss]
+        if not flagged or not all(facts[r].loss_scaled for r in flagged):
+            return {}
+        me = self._exchange.rank
+        own = []
+        if me in flagged:
+            results = [self._replay(m, False) for m in micro_batches]
+            pairs = zip(micro_batches, results, strict=True)
+            free = [self._replay(m, True) for m, r in pairs if _nonfinite(r)]
+            own.append(_summarise(me, me, results, free, damaged=False))
+        replays = self._share(own, where)
+        explained = all(r.nonfinite and r.nonfinite_unscaled is False for r in replays.values())
+        return replays if explained else {}
+
+    def _share(self, own: Sequence[ReplayFinite], where: str) -> dict[int, ReplayFinite]:
+        rows = self._exchange.gather(json.dumps([asdict(r) for r in own]).encode(), where)
+        replays = [ReplayFinite(**item) for row in rows for item in json.loads(row)]
+        return {r.producer: r for r in replays}
+
+
+def _scaled(micro_batches: Sequence[MicroBatch]) -> bool:
+    """Whether the loss was scaled up before its backward, as GradScaler does."""
+    gradients = [m.loss_gradient for m in micro_batches if m.loss_gradient is not None]
+    return any(bool((g.abs() > 1).any()) for g in gradients)
+
+
+def _nonfinite(result: ReplayResult) -> bool:
+    return result.loss_nonfinite or result.gradient_nonfinite
+
+
+def _summarise(
+    producer: int,
+    replayer: int,
+    results: Sequence[ReplayResult],
+    unscaled: Sequence[ReplayResult],
+    *,
+    damaged: bool,
+) -> ReplayFinite:
+    errors = [r.error for r in results if r.error]
+    error = errors[0] if errors else ("the payload arrived damaged" if damaged else "")
+    return ReplayFinite(
+        producer=producer,
+        replayer=replayer,
+        nonfinite=any(_nonfinite(r) for r in results),
+        nonfinite_unscaled=any(_nonfinite(r) for r in unscaled) if unscaled else None,
+        error=error,
+    )

@@ -1,0 +1,267 @@
+"""Turns what the guard learns into records, and hands them on.
+
+Passes are counted and go out about once a second as one `Progress` record; everything else goes out
+at once. `events.jsonl` is written and flushed here, on the training thread, because it must hold
+the truth if the process dies in the next collective; every other sink has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from sdcwatch.core.records import (
+    Check,
+    CheckpointEvent,
+    Count,
+    Durations,
+    GuardState,
+    Hang,
+    Note,
+    Outcome,
+    Phase,
+    PreflightDone,
+    Progress,
+    Record,
+    RunFinished,
+    RunStarted,
+    StateChanged,
+    UpdateSkipped,
+    Verdict,
+)
+from sdcwatch.core.summary import Fold
+
+PROGRESS_SECONDS = 1.0
+
+
+class Emitter(Protocol):
+    """Takes records; never raises and never blocks on anything but the event log."""
+
+    def emit(self, record: Record) -> None:
+        """Take one record."""
+        ...
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Drain and let go within the budget."""
+        ...
+
+
+class Window:
+    """What happened since the last `Progress` record."""
+
+    def __init__(self, first_step: int) -> None:
+        self.first_step = first_step
+        self.counts: Counter[tuple[Check, Outcome]] = Counter()
+        self.durations: dict[tuple[Check, Phase], list[float]] = defaultdict(list)
+        self.overhead: dict[str, float] = defaultdict(float)
+        self.comparisons = 0
+        self.loss_mismatches = 0
+        self.gradient_mismatches = 0
+        self.weight_checks = 0
+        self.disagreements = 0
+        self.plain_steps = 0
+        self.plain_seconds = 0.0
+        self.audit_steps = 0
+        self.audit_seconds = 0.0
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing happened."""
+        return not (self.counts or self.plain_steps or self.audit_steps)
+
+
+class Reporter:
+    """Builds records and gives them to the event log and to the sinks.
+
+    Args:
+        sink: Where records go; never raises. Writes the event log before `emit` returns.
+        summary_path: Where summary.json goes, or None.
+        console: Print a line per event.
+        start_step: Step before the first.
+    """
+
+    def __init__(
+        self,
+        sink: Emitter,
+        *,
+        summary_path: Path | None,
+        console: bool,
+        start_step: int,
+    ) -> None:
+        self._sink = sink
+        self._summary_path, self._console = summary_path, console
+        self._fold = Fold()
+        self._last = time.monotonic()
+        self._said: set[str] = set()
+        self.window = Window(start_step + 1)
+        self.step = start_step
+        self.loss: float | None = None
+        self.last_clean_audit: tuple[int, float] = (0, 0.0)
+        self.last_weight_check: tuple[int, float] = (0, 0.0)
+        self.audited_ranks = 0
+        self.steps_at_risk = 0
+
+    @contextmanager
+    def timed(self, check: Check, phase: Phase) -> Iterator[None]:
+        """Time a phase of a check on this rank."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent(check, phase, time.perf_counter() - started)
+
+    def spent(self, check: Check, phase: Phase, seconds: float) -> None:
+        """Add a duration that was measured elsewhere."""
+        self.window.durations[(check, phase)].append(round(seconds, 7))
+        self.window.overhead[check.value] += seconds
+
+    def passed(self, check: Check) -> None:
+        """Count a pass."""
+        self.window.counts[(check, Outcome.PASS)] += 1
+
+    def stepped(self, seconds: float, *, audit: bool) -> None:
+        """Count a finished step and its wall time; emit progress when it is due."""
+        if audit:
+            self.window.audit_steps += 1
+            self.window.audit_seconds += seconds
+        else:
+            self.window.plain_steps += 1
+            self.window.plain_seconds += seconds
+        if time.monotonic() - self._last >= PROGRESS_SECONDS:
+            self.flush()
+
+    def emit(self, record: Record) -> None:
+        """Give out a record that is no progress; progress so far goes first."""
+        if isinstance(record, Verdict):
+            self.window.counts[(record.check, record.outcome)] += 1
+            self.window.disagreements += len(record.disagreements)
+        self.flush()
+        self._out(record)
+        if self._console and not isinstance(record, (RunStarted, Progress)):
+            say(describe(record))
+        if not isinstance(record, (Note, StateChanged)):
+            self._write_summary()
+
+    def note_once(self, code: str, message: str, *, level: str = "warning") -> None:
+        """Say something once per run."""
+        if code not in self._said:
+            self._said.add(code)
+            self.emit(
+                Note(step=self.step, time=time.time(), code=code, message=message, level=level)
+            )
+
+    def flush(self) -> None:
+        """Emit the progress so far, if there is any."""
+        window = self.window
+        self._last = time.monotonic()
+        if window.empty:
+            return
+        self.window = Window(self.step + 1)
+        self._out(self._progress(window))
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Flush, write the summary, and close the sinks within their budget."""
+        self.flush()
+        self._write_summary()
+        self._sink.close(timeout_seconds)
+
+    def _progress(self, window: Window) -> Progress:
+        return Progress(
+            step=self.step,
+            time=time.time(),
+            first_step=min(window.first_step, self.step),
+            counts=tuple(
+                Count(check=c, outcome=o, count=n) for (c, o), n in sorted(window.counts.items())
+            ),
+            comparisons=window.comparisons,
+            loss_mismatches=window.loss_mismatches,
+            gradient_mismatches=window.gradient_mismatches,
+            weight_checks=window.weight_checks,
+            disagreements=window.disagreements,
+            loss=self.loss,
+            durations=tuple(
+                Durations(check=c, phase=p, seconds=tuple(seconds))
+                for (c, p), seconds in sorted(window.durations.items())
+            ),
+            plain_steps=window.plain_steps,
+            plain_seconds=window.plain_seconds,
+            audit_steps=window.audit_steps,
+            audit_seconds=window.audit_seconds,
+            overhead_seconds={k: round(v, 7) for k, v in sorted(window.overhead.items())},
+            last_clean_audit_step=self.last_clean_audit[0],
+            last_clean_audit_time=self.last_clean_audit[1],
+            last_weight_check_step=self.last_weight_check[0],
+            last_weight_check_time=self.last_weight_check[1],
+            audited_ranks=self.audited_ranks,
+            steps_at_risk=self.steps_at_risk,
+        )
+
+    def _out(self, record: Record) -> None:
+        self._fold.add(record)
+        self._sink.emit(record)
+
+    def _write_summary(self) -> None:
+        if self._summary_path is None:
+            return
+        text = json.dumps(self._fold.summary().to_dict(), indent=2, sort_keys=True)
+        temporary = self._summary_path.with_suffix(".tmp")
+        try:
+            temporary.write_text(text + "\n")
+            os.replace(temporary, self._summary_path)
+        except OSError as error:
+            # A full disk must not stop the run; the event log counts its own failures.
+            self._summary_path = None
+            say(f"sdcwatch: cannot write the summary any more ({error.strerror})")
+
+
+def say(line: str) -> None:
+    """One line on stderr, as a whole, so that ranks do not mix."""
+    if line:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+def describe(record: Record) -> str:
+    """One line for a person; empty for records that need none."""
+    text: Callable[..., str] | None = _LINES.get(type(record))
+    return "" if text is None else text(record)
+
+
+def _verdict_line(v: Verdict) -> str:
+    return f"sdcwatch: step {v.step}: {v.check.value} {v.outcome.value}: {v.reason}"
+
+
+def _checkpoint_line(c: CheckpointEvent) -> str:
+    detail = f": {c.detail}" if c.detail else ""
+    return f"sdcwatch: step {c.step}: checkpoint {c.result.value} ({c.reason.value}){detail}"
+
+
+def _finish_line(f: RunFinished) -> str:
+    return f"sdcwatch: step {f.step}: {f.state.value}: {f.reason}"
+
+
+_LINES: dict[type[Record], Callable[..., str]] = {
+    Verdict: _verdict_line,
+    CheckpointEvent: _checkpoint_line,
+    RunFinished: _finish_line,
+    UpdateSkipped: lambda s: f"sdcwatch: step {s.step}: update skipped ({s.reason.value})",
+    StateChanged: lambda s: f"sdcwatch: step {s.step}: {s.state.value}: {s.reason}",
+    Note: lambda n: f"sdcwatch: step {n.step}: {n.message}",
+    Hang: lambda h: f"sdcwatch: step {h.step}: rank {list(h.absent)} absent at {h.where}",
+    PreflightDone: lambda p: f"sdcwatch: step {p.step}: coverage {p.coverage.value}: {p.reason}",
+}
+
+
+def announce(lines: Sequence[str]) -> None:
+    """One line saying where each thing goes."""
+    say("sdcwatch: " + "; ".join(lines))
+
+
+FINAL_STATES = frozenset({GuardState.FINISHED, GuardState.FAILED, GuardState.TAINTED})

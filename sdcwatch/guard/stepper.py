@@ -1,0 +1,161 @@
+"""Makes `optimizer.step()` obey the decision: the update happens on every rank or on none.
+
+The decision is made at the end of the backward. Here it is only carried out: a skipped step runs
+with every gradient gone, so that weights and state stay bit for bit, and leaves the gradients zeroed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from sdcwatch.checks.fingerprint import combine, digest_tensors
+from sdcwatch.errors import ConfigurationError, SdcwatchError
+
+
+def unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The innermost real optimizer: accelerate and others wrap it in an attribute ``optimizer``.
+
+    Raises:
+        ConfigurationError: There is none, or it is LBFGS, whose closure runs a varying number of
+            times per rank.
+    """
+    inner = optimizer
+    while not isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        msg = (
+            f"Expected `optimizer` to be a torch.optim.Optimizer, but got {type(optimizer)}. "
+            "Pass the optimizer whose step() updates the model."
+        )
+        raise ConfigurationError(msg)
+    if isinstance(inner, torch.optim.LBFGS):
+        msg = (
+            "Expected an optimizer that evaluates the model once per step, but got LBFGS. Use "
+            "another optimizer: LBFGS calls its closure a different number of times on each rank."
+        )
+        raise ConfigurationError(msg)
+    return inner
+
+
+class _Session(Protocol):
+    def update_is_skipped(self) -> bool: ...
+
+    def before_update(self) -> None: ...
+
+    def after_update(self, *, skipped: bool) -> None: ...
+
+
+@dataclass
+class _Saved:
+    gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
+    numbers: list[dict[str, Any]] = field(default_factory=list)
+    digest: tuple[int, ...] | None = None
+
+
+class OptimizerHooks:
+    """Step pre- and post-hooks on one optimizer.
+
+    Args:
+        optimizer: The innermost real optimizer.
+        session: Asked whether to skip, told when an update happened.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, session: _Session) -> None:
+        self.optimizer = optimizer
+        self._session = session
+        self._saved: _Saved | None = None
+        self._verified = False
+        self._depth = 0
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off; puts back what a step that never finished had taken away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._put_back()
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Every parameter that the optimizer updates."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._depth += 1
+        if self._depth > 1:  # an optimizer that steps inside its own step
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._apply()
+            return None
+        # A closure runs forward and backward inside step(); the decision is only known after it.
+        wrapped = self._closure(closure)
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), kwargs
+        return args, {**kwargs, "closure": wrapped}
+
+    def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            loss = closure()
+            self._apply()
+            return loss
+
+        return run
+
+    def _apply(self) -> None:
+        self._session.before_update()
+        if not self._session.update_is_skipped() or self._saved is not None:
+            return
+        saved = _Saved()
+        if not self._verified:
+            saved.digest = self._digest()
+        for group in self.optimizer.param_groups:
+            saved.numbers.append({k: v for k, v in group.items() if k != "params"})
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                saved.gradients.append((parameter, parameter.grad))
+                parameter.grad = None
+        self._saved = saved
+
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        skipped = self._saved is not None
+        self._put_back()
+        self._session.after_update(skipped=skipped)
+
+    def _put_back(self) -> None:
+        saved, self._saved, self._depth = self._saved, None, 0
+        if saved is None:
+            return
+        for parameter, gradient in saved.gradients:
+            parameter.grad = gradient.zero_()
+        for group, numbers in zip(self.optimizer.param_groups, saved.numbers, strict=True):
+            group.update(numbers)
+        if saved.digest is not None and saved.digest != self._digest():
+            msg = (
+                "Expected a skipped step to leave weights and optimizer state untouched, but "
+                f"{type(self.optimizer).__name__} changed them without gradients. Use "
+                'mode="observe" with this optimizer.'
+            )
+            raise SdcwatchError(msg)
+        self._verified = self._verified or saved.digest is not None
+
+    def _digest(self) -> tuple[int, ...]:
+        """Fingerprint of weights and state, on the host."""
+        tensors: list[torch.Tensor | None] = []
+        for parameter in self.parameters():
+            tensors.append(parameter.detach())
+            state = self.optimizer.state.get(parameter, {})
+            tensors += [v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
+        if not tensors:
+            return ()
+        table = torch.cat([digest_tensors([t]).cpu() for t in tensors])
+        return tuple(combine(table, tuple(range(len(tensors)))).tolist())

@@ -1,0 +1,120 @@
+"""Check 3: weight fingerprints of all replicas, compared by one MAX of two words.
+
+The fast path folds the fingerprints of all tensors into one 63-bit digest d and takes the MAX of
+(d, ~d), which gives maximum and minimum at once. Only if they differ are the per-tensor
+fingerprints gathered, and `sdcwatch.core.majority` says who dissents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sdcwatch.checks.fingerprint import combine, digest_tensors, salt, to_pairs
+from sdcwatch.core.majority import FingerprintJudgement, judge_fingerprints
+from sdcwatch.errors import SchemaMismatch
+from sdcwatch.guard.exchange import Exchange
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ReplicaSet:
+    """Tensors that must hold the same bits on every rank of a group.
+
+    Attributes:
+        exchange: The group.
+        named: Called for the local tensors, by name, in the same order on every rank.
+    """
+
+    exchange: Exchange
+    named: Callable[[], Named]
+
+
+class WeightCheck:
+    """Compares the replicas of one `ReplicaSet`."""
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
+        self._table: torch.Tensor | None = None
+
+    def equal(self, where: str) -> bool:
+        """Whether all replicas hold the same bits. One MAX of two words; every rank calls it."""
+        named = self._replicas.named()
+        tensors = [t.detach() for _, t in named]
+        self._table = digest_tensors(tensors)
+        first, _ = combine(self._table, tuple(salt(name, t) for name, t in named)).tolist()
+        digest = first & (2**63 - 1)
+        top, bottom = self._replicas.exchange.max_words((digest, ~digest), where)
+        return top == ~bottom
+
+    def dissent(self, where: str, loss_gradient: float | None) -> FingerprintJudgement:
+        """Gather the fingerprints of the last `equal` and judge them. Every rank calls it.
+
+        Args:
+            where: For errors.
+            loss_gradient: The gradient that arrived at the loss: differs between ranks if their
+                GradScalers do.
+        """
+        if self._table is None:  # pragma: no cover - equal() comes first
+            msg = "Expected equal() before dissent()."
+            raise RuntimeError(msg)
+        message = {"scale": loss_gradient, "pairs": to_pairs(self._table)}
+        rows = [
+            json.loads(r)
+            for r in self._replicas.exchange.gather(json.dumps(message).encode(), where)
+        ]
+        names = [name for name, _ in self._replicas.named()]
+        tables = [[(int(a), int(b)) for a, b in row["pairs"]] for row in rows]
+        return judge_fingerprints(names, tables, loss_scales([row["scale"] for row in rows]))
+
+
+def loss_scales(gradients: Sequence[float | None]) -> Sequence[float | None]:
+    """The loss scales, if that is what the gradients of the loss differ by; empty if not.
+
+    Scales move by powers of two. A loss weighted by each rank's number of tokens differs too, by
+    other factors, and explains nothing.
+    """
+    finite = [g for g in gradients if g is not None and math.isfinite(g) and g != 0]
+    if len(finite) != len(gradients):
+        return ()
+    mantissas = {math.frexp(g)[0] for g in finite}
+    return finite if len(mantissas) == 1 and len(set(finite)) > 1 else ()
+
+
+def require_same_schema(exchange: Exchange, named: Named) -> None:
+    """Check that every rank has the same parameters. Every rank calls it.
+
+    Raises:
+        SchemaMismatch: Names, shapes or dtypes differ; says which and on which ranks.
+    """
+    schema = [(name, str(tuple(t.shape)), str(t.dtype)) for name, t in named]
+    encoded = json.dumps(schema).encode()
+    word = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big") >> 1
+    top, bottom = exchange.max_words((word, ~word), "the comparison of model schemas")
+    if top == ~bottom:
+        return
+    rows = [json.loads(r) for r in exchange.gather(encoded, "the comparison of model schemas")]
+    raise SchemaMismatch(schema_differences(rows))
+
+
+def schema_differences(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+    """One sentence per parameter that is not the same on every rank, at most ten."""
+    tables = [{name: f"{shape} {dtype}" for name, shape, dtype in row} for row in rows]
+    said = []
+    for name in dict.fromkeys(n for table in tables for n in table):
+        sides: dict[str, list[int]] = {}
+        for rank, table in enumerate(tables):
+            sides.setdefault(table.get(name, "missing"), []).append(rank)
+        if len(sides) > 1:
+            said.append(
+                f"{name}: " + ", ".join(f"{what} on ranks {who}" for what, who in sides.items())
+            )
+    if not said:
+        said.append("the parameters come in a different order")
+    return said[:10]
