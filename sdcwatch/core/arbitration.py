@@ -1,4 +1,4 @@
-"""Arbitration of check 2: who recomputes a micro-batch that did not match, and which value is right.
+"""Arbitration of check 2: who recomputes what did not match, and which value is right.
 
 For every bad comparison two more ranks (four for a quorum of 3) recompute the producer's
 micro-batch: ranks of neither's fault domain, first those in no bad comparison, on different domains

@@ -259,8 +259,8 @@ def _judge_settled(
     elif found:
         outcome = Outcome.UNATTRIBUTED
         said = (
-            f"a quorum contradicts {list_ranks(settlement.wrong)}, and the {REPEATS} repeats that show "
-            "whether this happens again were not all made"
+            f"a quorum contradicts {list_ranks(settlement.wrong)}, and the {REPEATS} repeats "
+            "that show whether this happens again were not all made"
         )
     else:
         outcome = Outcome.INCONCLUSIVE

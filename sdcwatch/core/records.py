@@ -493,6 +493,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def plain(value: Any) -> Any:
+    """A value made of records and words as plain JSON values."""
+    return _plain(value)
+
+
 def to_dict(record: Record) -> dict[str, Any]:
     """A record as plain JSON values, with ``schema`` and ``kind``."""
     return {"schema": SCHEMA, "kind": record.kind, **_plain(record)}
