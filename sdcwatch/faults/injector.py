@@ -73,6 +73,7 @@ class Injector:
         self._planter = Planter(plan, rank, None if log_dir is None else Path(log_dir))
         self._model: nn.Module | None = None
         self._module: nn.Module | None = None
+        self._detached = False
         self._parameters: dict[str, nn.Parameter] = {}
         self._aliases: GradientAliases | None = None
         self._forward_role: str | None = None
@@ -107,6 +108,7 @@ class Injector:
         optimizer = None if optimizer is None else innermost(optimizer)
         check_plan(self._plan, module, optimizer)
         self._model, self._module = without_compile(model), module
+        self._detached = False
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         if any(f.site == "all_reduce" for f in self._plan.faults) and is_ddp(model):
             self._aliases = GradientAliases(list(module.parameters()))
@@ -126,6 +128,7 @@ class Injector:
         self._handles.clear()
         self._leaf_handles.clear()
         self._model = self._module = self._aliases = None
+        self._detached = True
 
     def begin_step(self, step: int) -> None:
         """Say which step of the training loop begins, counted from 1.
@@ -165,6 +168,10 @@ class Injector:
         Args:
             loss_fn: Called as ``loss_fn(model, ...)``; returned as it is if this rank has no part
                 in the plan that needs it.
+
+        Raises:
+            ConfigurationError: From the call, if `attach` or `begin_step` was never called, or a
+                fault cannot happen to the tensor it is about.
         """
         needed = self._planter.faults("activation", "gradient", "loss", "replay", "buffer")
         if not needed and not self._plan_has("all_reduce"):
@@ -172,8 +179,14 @@ class Injector:
 
         @functools.wraps(loss_fn)
         def with_faults(model: nn.Module, *args: Any, **kwargs: Any) -> Loss:
-            if self._module is None:
+            if self._detached:
                 return loss_fn(model, *args, **kwargs)
+            if self._module is None:
+                msg = (
+                    "Expected an attached Injector, but got none. "
+                    "Call attach(model, optimizer) before the first step."
+                )
+                raise ConfigurationError(msg)
             role = self._role_of(model)
             self._drop_leaf_handles()
             if role == REPLAY:
@@ -261,7 +274,8 @@ class Injector:
             if damage is not None:
                 value = stand_in(value, damage.tensor)
         if value.requires_grad:
-            value.register_hook(functools.partial(self._enter_backward, role))
+            enter = functools.partial(self._enter_backward, role)
+            value.register_hook(enter)  # type: ignore[no-untyped-call]
         return value  # type: ignore[return-value]
 
     # Sites inside the backward.
@@ -273,7 +287,7 @@ class Injector:
 
     def _hook_leaf(self, position: int, fault: Fault, leaf: Tensor) -> RemovableHandle:
         hook = functools.partial(self._at_gradient, position, fault)
-        handle: RemovableHandle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
+        handle: RemovableHandle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
         assert leaf._backward_hooks is not None
         _run_first(leaf._backward_hooks, handle)
         return handle

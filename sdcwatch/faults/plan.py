@@ -270,9 +270,10 @@ class Fault:
             value = getattr(self, f.name)
             if value is None or value == f.default:
                 continue
-            plain[f.name] = list(value) if isinstance(value, tuple) else value
-        if self.ranks != "all" and len(self.ranks) == 1:
-            plain["rank"] = plain.pop("ranks")[0]
+            if f.name == "ranks" and len(value) == 1:
+                plain["rank"] = value[0]
+            else:
+                plain[f.name] = list(value) if isinstance(value, tuple) else value
         if isinstance(self.expect, Expectation):
             wanted = self.expect
             plain["expect"] = {"check": wanted.check.value, "outcome": wanted.outcome.value}
@@ -294,6 +295,9 @@ class Fault:
         if "rank" in values:
             expect("ranks" not in values, "`rank` or `ranks`", sorted(values), "Pass one.")
             values["ranks"] = (values.pop("rank"),)
+        target = values.get("target")
+        if isinstance(target, int) and not isinstance(target, bool):
+            values["target"] = str(target)  # modules of nn.Sequential have such names
         for name in ("ranks", "steps"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
