@@ -213,6 +213,7 @@ class Pending:
         self._given = batch if audit else None
         self._loss_digest: Tensor | None = None
         self._loss_gradient: Tensor | None = None
+        self._backward_autocast: AutocastState | None = None
         self._log: GradientLog | None = None
         self._on_gradient: Callable[[Pending], None] | None = None
         self._batch = self._copy(batch)
@@ -260,6 +261,7 @@ class Pending:
             training=self._training,
             buffers=tuple(self._buffers),
             loss_gradient=self._loss_gradient,
+            backward_autocast=self._backward_autocast,
             calls=max(0, len(self._buffers) - 1),
             reentrant=self._capture._reentrant,
         )
@@ -308,6 +310,7 @@ class Pending:
     def _gradient_arrived(self, gradient: Tensor) -> None:
         self.backwards += 1
         self._loss_gradient = gradient.detach().clone()
+        self._backward_autocast = autocast_state(self._capture.device)
         if self.audit:
             self._log = self._capture._join_backward()
         if self._on_gradient is not None:

@@ -83,12 +83,13 @@ class MicroBatch:
     Attributes:
         batch: What `loss_fn` was called with, as it was before the call.
         rng: Random generators.
-        autocast: Autocast.
+        autocast: Autocast around the forward.
         grad_mode: Whether gradients were recorded.
         training: The training flag of every module, in the order of `modules()`.
         buffers: Buffers of the bare module: when the forward began, then at each call of it. Empty
             off audit steps.
         loss_gradient: The gradient that arrived at the returned loss; None before a backward.
+        backward_autocast: Autocast around the backward.
         calls: How often the bare module was called (audit steps).
         reentrant: Whether the graph holds a reentrant checkpoint.
         together: Earlier micro-batches whose losses went into the same backward.
@@ -101,6 +102,7 @@ class MicroBatch:
     training: tuple[bool, ...] = ()
     buffers: tuple[Buffers, ...] = ()
     loss_gradient: Tensor | None = None
+    backward_autocast: AutocastState | None = None
     calls: int = 0
     reentrant: bool = False
     together: tuple[MicroBatch, ...] = ()

@@ -158,15 +158,15 @@ class _Run:
             self._seed(part, loss)
             for part, loss in zip(self._micro_batch.parts, losses, strict=True)
         ]
-        hooks = GradientHooks(leaves, self._arrived)
-        try:
+        with ExitStack() as stack:
+            stack.callback(GradientHooks(leaves, self._arrived).remove)
+            if (autocast := self._micro_batch.backward_autocast) is not None:
+                stack.enter_context(_autocast(autocast))
             if fresh:
-                with _foreign_gradients_kept(losses, leaves):
-                    torch.autograd.backward(losses, seeds)
+                stack.enter_context(_foreign_gradients_kept(losses, leaves))
+                torch.autograd.backward(losses, seeds)
             elif wanted := [leaf for leaf in leaves if leaf.requires_grad]:
                 torch.autograd.grad(losses, wanted, seeds, allow_unused=True)
-        finally:
-            hooks.remove()
 
     def _seed(self, part: MicroBatch, loss: Tensor) -> Tensor:
         if self._scale_free:
