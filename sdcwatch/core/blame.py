@@ -16,7 +16,7 @@ of the right rank, which is counted and warned of; a person sees strikes pile up
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sdcwatch.core.arbitration import (
     AGREEING_ASKED,
@@ -121,7 +121,8 @@ class AuditJudgement:
         reason: One sentence for a person.
         named: Ranks that are wrong and were wrong again.
         strikes: Ranks that were wrong once and right when asked again.
-        ranks: Ranks it concerns without blaming them.
+        ranks: Ranks it concerns without blaming them: those with a strike, or both sides of every
+            comparison that did not match.
         settlement: What arbitration came to.
     """
 
@@ -271,9 +272,11 @@ def _judge_settled(
     if outcome is Outcome.NONDETERMINISTIC:
         said += ": the computation does not repeat, and nobody is blamed until the next preflight"
         named = ()
-    accused = {n.rank for n in named}
-    bystanders = tuple(rank for rank in ranks if rank not in accused)
-    return AuditJudgement(outcome, said, named, strikes, bystanders, settlement)
+    if outcome is Outcome.NOT_REPRODUCED:
+        ranks = tuple(n.rank for n in strikes)  # a strike is not shared with the partner
+    named_ranks = {n.rank for n in named}
+    ranks = tuple(rank for rank in ranks if rank not in named_ranks)
+    return AuditJudgement(outcome, said, named, strikes, ranks, settlement)
 
 
 def _judge_without_blame(
@@ -334,4 +337,8 @@ def judge_audit(
     if early is not None:
         return early
     settlement = settle(compared, facts.arbitration, quorum=quorum)
-    return _judge_settled(facts, settlement, quorum, recent_strikes)
+    judgement = _judge_settled(replace(facts, bad=compared), settlement, quorum, recent_strikes)
+    if not facts.transport:
+        return judgement
+    also = f"; the payload of {list_ranks(facts.transport)} arrived damaged"
+    return replace(judgement, reason=judgement.reason + also)

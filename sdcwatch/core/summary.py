@@ -70,7 +70,7 @@ class RunSummary:
         weight_checks: Runs of check 3.
         disagreements: Tensors on which replicas differed.
         suspects: Named ranks, one per rank and check, counts added up.
-        strikes: Ranks with one-off mismatches, one per rank and check.
+        strikes: One-off mismatches that did not repeat, by rank.
         alarms: Verdicts that a person should hear of.
         first_alarm_step: Step of the first of them; None if there is none.
         verdicts: How often each check came to each outcome.
@@ -116,7 +116,7 @@ class RunSummary:
     weight_checks: int = 0
     disagreements: int = 0
     suspects: tuple[Suspect, ...] = ()
-    strikes: tuple[Suspect, ...] = ()
+    strikes: dict[int, int] = field(default_factory=dict)
     alarms: int = 0
     first_alarm_step: int | None = None
     verdicts: tuple[Count, ...] = ()
@@ -167,7 +167,7 @@ class Fold:
         self._checkpoints: Counter[str] = Counter()
         self._overhead: Counter[str] = Counter()
         self._suspects: dict[tuple[int, Check], Suspect] = {}
-        self._strikes: dict[tuple[int, Check], Suspect] = {}
+        self._strikes: Counter[int] = Counter()
         self._provisional: dict[int, float] = {}
         self._words: set[RunWord] = set()
         self._tainted = False
@@ -176,10 +176,7 @@ class Fold:
 
     def add(self, record: Record) -> None:
         """Take one record into account; kinds that say nothing about the whole are passed over."""
-        self._set(
-            last_time=max(self._so_far.last_time, record.time),
-            last_step=record.step,
-        )
+        self._set(last_time=max(self._so_far.last_time, record.time), last_step=record.step)
         if isinstance(record, Progress):
             self._add_progress(record)
         elif isinstance(record, Verdict):
@@ -254,13 +251,13 @@ class Fold:
         if record.check is Check.REPLAY and record.outcome is Outcome.PASS:
             self._audited = True
         self._tainted = self._tainted or (record.check is Check.FINGERPRINT and record.failed)
-        into = self._suspects if record.outcome is Outcome.SUSPECT else self._strikes
-        for suspect in record.suspects:
-            key = (suspect.rank, suspect.check)
-            into[key] = _merged(into.get(key), suspect, record.step)
-        self._set(
-            mismatches=before.mismatches + sum(not c.note for c in record.comparisons),
-        )
+        if record.outcome is Outcome.SUSPECT:
+            for suspect in record.suspects:
+                key = (suspect.rank, suspect.check)
+                self._suspects[key] = _merged(self._suspects.get(key), suspect, record.step)
+        elif record.outcome is Outcome.NOT_REPRODUCED:
+            self._strikes.update([s.rank for s in record.suspects] or record.ranks)
+        self._set(mismatches=before.mismatches + sum(not c.note for c in record.comparisons))
         if is_alarm(record):
             self._words.add(alarm_word(record.outcome))
             first = before.first_alarm_step
@@ -327,7 +324,7 @@ class Fold:
             clean_audits=replays.get(Outcome.PASS, 0),
             mismatches=max(so_far.mismatches, so_far.loss_mismatches, so_far.gradient_mismatches),
             suspects=tuple(self._suspects[key] for key in sorted(self._suspects)),
-            strikes=tuple(self._strikes[key] for key in sorted(self._strikes)),
+            strikes=dict(sorted(self._strikes.items())),
             verdicts=tuple(
                 Count(check=check, outcome=outcome, count=totals[check, outcome])
                 for check in Check
