@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from urllib.parse import urlsplit, urlunsplit
 
 if TYPE_CHECKING:
     from sdcwatch.core.records import Record
@@ -65,3 +66,15 @@ class SinkCounts:
 def catalogue_name(name: str) -> str:
     """The value of the ``sink`` attribute for a sink of that name."""
     return name if name in KNOWN_SINKS else "other"
+
+
+def without_user_info(url: str) -> str:
+    """A URL without a name and password in it."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def public_url(url: str) -> str:
+    """A URL fit for a console: without user info, query and fragment."""
+    parts = urlsplit(without_user_info(url))
+    return urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))

@@ -103,6 +103,8 @@ class _Builder:
         """Add a sink; a failure becomes a line. Its text is left out: it may quote a secret."""
         try:
             add()
+        except ImportError as error:
+            self.lines.append(f"Warning: no {what}. {error}")
         except Exception as error:
             self.lines.append(f"Warning: no {what}, it failed to start ({type(error).__name__}).")
 
@@ -119,7 +121,10 @@ class _Builder:
             WandbSink(run, links=self._links, report=run_dir / "report.html")
             if run is not None
             else WandbSink.created(
-                telemetry.wandb_init or {}, links=self._links, report=run_dir / "report.html"
+                telemetry.wandb_init or {},
+                close_seconds=telemetry.close_seconds,
+                links=self._links,
+                report=run_dir / "report.html",
             )
         )
         self._links.update(sink.links)

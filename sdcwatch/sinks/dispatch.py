@@ -45,6 +45,11 @@ class _Lane:
         )
         self._thread.start()
 
+    @property
+    def pending(self) -> int:
+        """Records that wait, and the one being served."""
+        return self._queue.unfinished_tasks
+
     def put(self, record: Record) -> None:
         """Queue one record, or count it as lost."""
         try:
@@ -90,14 +95,14 @@ class _Lane:
                 break
             record = self._queue.get()
             self.counts.waiting = self._queue.qsize()
-            if record is None:
-                continue
-            self._busy = True
-            try:
-                self.sink.emit(record)
-            except Exception as error:  # a sink may fail in any way; the run goes on
-                _count_error(self.counts, error)
-            self._busy = False
+            if record is not None:
+                self._busy = True
+                try:
+                    self.sink.emit(record)
+                except Exception as error:  # a sink may fail in any way; the run goes on
+                    _count_error(self.counts, error)
+                self._busy = False
+            self._queue.task_done()
         if self._abandoned:
             return
         _close(self.sink, self.counts, max(0.0, (self._deadline or 0.0) - time.monotonic()))

@@ -3,9 +3,9 @@
 Standard library only. `otel` applies what comes out of here to instruments; the rule for each kind
 of record can be read and tested without an SDK.
 
-Totals come from `Progress`, which is emitted before any other record and counts everything in its
-window, non-pass verdicts included. A `Verdict` adds what `Progress` cannot carry: who, where and
-why. So no verdict counts twice.
+Totals come from `Progress`, which counts everything in its window, non-pass verdicts included. A
+`Verdict` adds what `Progress` cannot carry: who, where and why. Verdicts are counted by whichever
+of the two has seen more of them, so none counts twice and none is lost when a crash follows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import singledispatchmethod
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from sdcwatch.core.records import (
     Cause,
@@ -28,7 +28,6 @@ from sdcwatch.core.records import (
     GuardState,
     Origin,
     Outcome,
-    Phase,
     PreflightDone,
     Progress,
     RankState,
@@ -40,12 +39,15 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
+from sdcwatch.core.summary import Fold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from sdcwatch.core.records import Suspect
     from sdcwatch.core.topology import RankInfo
+
+_Came: TypeAlias = tuple[Check, Outcome]
 
 NONFINITE_SETS = tuple(product((Origin.LOCAL, Origin.REDUCED, Origin.LOSS), list(Cause)[1:]))
 """Where a non-finite value is seen and why, as far as both are known."""
@@ -94,11 +96,15 @@ class Measurer:
     def __init__(self, links: Mapping[str, str] | None = None) -> None:
         self._links = dict(links or {})
         self._ranks: tuple[RankInfo, ...] = ()
+        self._fold = Fold()
         self._strikes: Counter[int] = Counter()
-        self._evidence: Counter[tuple[int, Check, str]] = Counter()
+        self._counted: Counter[_Came] = Counter()
+        self._recorded: Counter[_Came] = Counter()
+        self._exported: Counter[_Came] = Counter()
 
     def measure(self, record: Record) -> list[Measurement]:
         """The measurements of one record; none for kinds that the catalogue does not count."""
+        self._fold.add(record)
         return list(self._measure(record))
 
     @singledispatchmethod
@@ -148,14 +154,16 @@ class Measurer:
     @_measure.register(CheckpointEvent)
     def _(self, record: CheckpointEvent) -> Iterable[Measurement]:
         yield _m("checkpoints", 1, result=record.result, reason=record.reason)
-        if record.result in (CheckpointResult.SAVED, CheckpointResult.CONFIRMED):
-            yield _m("last_good_checkpoint.time", record.time)
-            yield _m("last_good_checkpoint.step", record.step)
+        summary = self._fold.summary()
+        yield _m("last_good_checkpoint.time", summary.last_good_checkpoint_time)
+        yield _m("last_good_checkpoint.step", summary.last_good_checkpoint_step)
 
     @_measure.register(Progress)
     def _(self, record: Progress) -> Iterable[Measurement]:
         for count in record.counts:
-            yield _m("verdicts", count.count, check=count.check, outcome=count.outcome)
+            came = (count.check, count.outcome)
+            self._counted[came] += count.count
+            yield from self._verdicts(came)
         yield _m("audit.comparisons", record.comparisons)
         yield _m("audit.mismatches", record.loss_mismatches, kind="loss")
         yield _m("audit.mismatches", record.gradient_mismatches, kind="gradient")
@@ -176,6 +184,9 @@ class Measurer:
     def _(self, record: Verdict) -> Iterable[Measurement]:
         if record.outcome is Outcome.PASS:
             return
+        came = (record.check, record.outcome)
+        self._recorded[came] += 1
+        yield from self._verdicts(came)
         yield _m("last_event.time", record.time, check=record.check)
         yield _m("last_event.step", record.step, check=record.check)
         if record.check is Check.NONFINITE and record.origin is not Origin.NONE:
@@ -186,15 +197,20 @@ class Measurer:
         elif record.outcome is Outcome.NOT_REPRODUCED:
             yield from self._strike(record)
 
-    def _suspect(self, suspect: Suspect) -> Iterable[Measurement]:
+    def _verdicts(self, came: _Came) -> Iterable[Measurement]:
+        new = max(self._counted[came], self._recorded[came]) - self._exported[came]
+        if new:
+            self._exported[came] += new
+            yield _m("verdicts", new, check=came[0], outcome=came[1])
+
+    def _suspect(self, named: Suspect) -> Iterable[Measurement]:
+        # Counts of all verdicts so far: a gauge of the last one would forget the first.
+        known = ((s.rank, s.check, s) for s in self._fold.summary().suspects)
+        suspect = next(s for rank, check, s in known if (rank, check) == (named.rank, named.check))
         who = _who_of(suspect.rank, suspect.node, suspect.gpu, suspect.instance_id)
         yield _m("rank.state", 1, **who, state=RankState.SUSPECT)
         for result, value in (("bad", suspect.bad), ("total", suspect.total)):
-            key = (suspect.rank, suspect.check, result)
-            self._evidence[key] += value
-            yield _m(
-                "rank.evidence", self._evidence[key], **who, check=suspect.check, result=result
-            )
+            yield _m("rank.evidence", value, **who, check=suspect.check, result=result)
 
     def _strike(self, record: Verdict) -> Iterable[Measurement]:
         ranks = tuple(s.rank for s in record.suspects) or record.ranks
@@ -268,11 +284,3 @@ _SINGLE = (
     "last_good_checkpoint.time",
     "last_good_checkpoint.step",
 )
-
-
-PHASES: Mapping[Check, tuple[Phase, ...]] = {
-    Check.NONFINITE: (Phase.SCREEN, Phase.AGREE, Phase.REPLAY, Phase.BLAME),
-    Check.REPLAY: (Phase.CAPTURE, Phase.EXCHANGE, Phase.REPLAY, Phase.BLAME),
-    Check.FINGERPRINT: (Phase.DIGEST, Phase.AGREE, Phase.BLAME),
-}
-"""The phases each check times; bounds the series of the duration histogram."""

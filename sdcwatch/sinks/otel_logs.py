@@ -16,7 +16,7 @@ from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExportResult
 
 from sdcwatch.core.records import Outcome, Record, Verdict, encode
-from sdcwatch.sinks.otlp import public_url
+from sdcwatch.sinks.base import public_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from typing import Any
-from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics.export import (
@@ -12,6 +11,8 @@ from opentelemetry.sdk.metrics.export import (
     MetricsData,
     PeriodicExportingMetricReader,
 )
+
+from sdcwatch.sinks.base import public_url
 
 
 class _OwnProcessExporter(OTLPMetricExporter):
@@ -52,12 +53,3 @@ def otlp_reader() -> tuple[PeriodicExportingMetricReader, str]:
     """
     exporter = _OwnProcessExporter()
     return _OwnProcessReader(exporter), public_url(exporter._endpoint)
-
-
-def public_url(url: str) -> str:
-    """A URL without what may be secret in it: user info, query and fragment."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    host = f"[{host}]" if ":" in host else host
-    port = f":{parts.port}" if parts.port else ""
-    return f"{parts.scheme}://{host}{port}{parts.path}"

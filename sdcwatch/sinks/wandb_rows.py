@@ -1,0 +1,220 @@
+"""What W&B is told, as plain values: columns, rows, history keys, alerts. No wandb in here.
+
+Keys are one level deep, ``sdcwatch/<name>``, so that each can have its own axis. History carries
+running totals: in somebody else's run a pending row may be overwritten by the next, and a total
+that is overwritten by a later total has lost nothing.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from sdcwatch.core.records import Outcome, Verdict
+from sdcwatch.core.verdicts import is_alarm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import TypeAlias
+
+    from sdcwatch.core.records import Suspect
+    from sdcwatch.core.summary import RunSummary
+    from sdcwatch.sinks.measure import Measurement
+
+    Cell: TypeAlias = "str | int | float | bool | None"
+
+AXIS = "sdcwatch/step"
+TABLE = "sdcwatch/events"
+TITLE_LENGTH = 63  # W&B wants less than 64 characters
+
+COLUMNS = (
+    "time",
+    "step",
+    "check",
+    "outcome",
+    "failed",
+    "action",
+    "ranks",
+    "nodes",
+    "gpus",
+    "instances",
+    "evidence",
+    "origin",
+    "cause",
+    "tensors",
+    "reason",
+)
+
+_TOTALS: Mapping[tuple[str, str], str] = {
+    ("sdcwatch.audit.comparisons", ""): "comparisons",
+    ("sdcwatch.audit.mismatches", "loss"): "loss_mismatches",
+    ("sdcwatch.audit.mismatches", "gradient"): "gradient_mismatches",
+    ("sdcwatch.fingerprint.checks", ""): "weight_checks",
+    ("sdcwatch.fingerprint.disagreements", ""): "disagreements",
+    ("sdcwatch.nonfinite", ""): "nonfinite_steps",
+    ("sdcwatch.updates.skipped", ""): "updates_skipped",
+    ("sdcwatch.steps", "audit"): "audit_steps",
+    ("sdcwatch.steps", "plain"): "plain_steps",
+    ("sdcwatch.step.time", ""): "step_seconds",
+    ("sdcwatch.overhead.time", ""): "overhead_seconds",
+    ("sdcwatch.overhead.time", "nonfinite"): "overhead_seconds_nonfinite",
+    ("sdcwatch.overhead.time", "replay"): "overhead_seconds_replay",
+    ("sdcwatch.overhead.time", "fingerprint"): "overhead_seconds_fingerprint",
+    ("sdcwatch.checkpoints", "saved"): "checkpoints_saved",
+    ("sdcwatch.checkpoints", "provisional"): "checkpoints_provisional",
+    ("sdcwatch.checkpoints", "withheld"): "checkpoints_withheld",
+}
+"""Running totals: metric and one of its attribute values ("" for any) to key."""
+
+_LEVELS: Mapping[str, str] = {
+    "sdcwatch.steps.at_risk": "steps_at_risk",
+    "sdcwatch.last_clean_audit.step": "last_clean_audit_step",
+    "sdcwatch.last_good_checkpoint.step": "last_good_checkpoint_step",
+    "sdcwatch.audited.ranks": "audited_ranks",
+}
+_FINDINGS = "findings"
+_SUSPECTS = "suspect_count"
+
+HISTORY_KEYS = tuple(
+    f"sdcwatch/{name}" for name in (*_TOTALS.values(), *_LEVELS.values(), _FINDINGS, _SUSPECTS)
+)
+
+
+class History:
+    """The running totals of one run."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._totals: dict[str, float] = dict.fromkeys(HISTORY_KEYS, 0)
+        self._suspects: set[str] = set()
+
+    def add(self, measurements: Iterable[Measurement]) -> None:
+        """Take in what one record measured."""
+        for m in measurements:
+            for value in ("", *m.attributes.values()):
+                name = _TOTALS.get((m.metric, value))
+                if name is not None:
+                    self._totals[f"sdcwatch/{name}"] += m.value
+            if m.metric in _LEVELS:
+                self._totals[f"sdcwatch/{_LEVELS[m.metric]}"] = m.value
+            elif m.metric == "sdcwatch.rank.state":
+                self._suspects.add(m.attributes["rank"])
+            elif m.metric == "sdcwatch.verdicts" and m.attributes["outcome"] != Outcome.PASS.value:
+                self._totals[f"sdcwatch/{_FINDINGS}"] += m.value
+        self._totals[f"sdcwatch/{_SUSPECTS}"] = len(self._suspects)
+
+    def row(self) -> dict[str, float]:
+        """One history row."""
+        return {AXIS: self.step, **self._totals}
+
+
+def event_row(verdict: Verdict) -> list[Cell]:
+    """One row of the table of events."""
+    who = verdict.suspects
+    ranks: Sequence[int] = [s.rank for s in who] or verdict.ranks
+    return [
+        datetime.fromtimestamp(verdict.time, timezone.utc).isoformat(timespec="milliseconds"),
+        verdict.step,
+        verdict.check.value,
+        verdict.outcome.value,
+        verdict.failed,
+        verdict.action.value,
+        _words(ranks),
+        _words(s.node for s in who),
+        _words(s.gpu for s in who),
+        _words(s.instance_id for s in who),
+        "; ".join(f"rank {s.rank}: {s.bad} of {s.total}" for s in who),
+        verdict.origin.value,
+        verdict.cause.value,
+        _words(_tensors(verdict)),
+        verdict.reason,
+    ]
+
+
+def _words(values: Iterable[object]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def _tensors(verdict: Verdict) -> list[str]:
+    names = [d.tensor for d in verdict.disagreements]
+    names += [name for c in verdict.comparisons for name in c.tensors]
+    names += [name for s in verdict.suspects for name in s.tensors]
+    return list(dict.fromkeys(names))[:10]
+
+
+def incident(verdict: Verdict) -> tuple[str, str, tuple[int, ...]] | None:
+    """What makes two verdicts one incident; None for those that alert nobody."""
+    if not is_alarm(verdict):
+        return None
+    ranks = tuple(sorted(s.rank for s in verdict.suspects))
+    return verdict.check.value, verdict.outcome.value, ranks
+
+
+def alert_title(verdict: Verdict) -> str:
+    """A title of less than 64 characters that no other incident of the run has."""
+    ranks = [s.rank for s in verdict.suspects]
+    where = f"step {verdict.step}"
+    who = f", rank {_words(ranks)}" if ranks else ""
+    head = f"SDC {verdict.check.value} {verdict.outcome.value.replace('_', ' ')}"
+    room = TITLE_LENGTH - len(head) - len(where) - 2
+    if len(who) > room:
+        who = f", {len(ranks)} ranks"
+    return f"{head}{who}, {where}"[:TITLE_LENGTH]
+
+
+def alert_text(verdict: Verdict, dashboard: str = "") -> str:
+    """What the alert says: the sentence of the verdict, who, and where to look."""
+    lines = [verdict.reason]
+    lines += [
+        f"rank {s.rank} on {s.node}, GPU {s.gpu}, instance {s.instance_id}: "
+        f"wrong in {s.bad} of {s.total}"
+        for s in verdict.suspects
+    ]
+    if dashboard:
+        lines.append(dashboard)
+    return "\n".join(lines)
+
+
+def summary_values(summary: RunSummary, dashboard: str = "") -> dict[str, Cell]:
+    """The summary of the run: is it clean, which GPU is bad, what did it cost, what to keep."""
+    suspects = {s.rank: s for s in summary.suspects}
+    values: dict[str, Cell] = {
+        "verdict": summary.verdict,
+        "reason": summary.reason,
+        "state": summary.state.value if summary.state else "",
+        "mode": summary.mode,
+        "coverage": summary.coverage.value if summary.coverage else "off",
+        "steps": summary.steps,
+        "audits": summary.audits,
+        "clean_audits": summary.clean_audits,
+        "comparisons": summary.comparisons,
+        "mismatches": summary.mismatches,
+        "weight_checks": summary.weight_checks,
+        "disagreements": summary.disagreements,
+        "alarms": summary.alarms,
+        "first_alarm_step": summary.first_alarm_step,
+        "suspects": "; ".join(_identity(s) for s in suspects.values()),
+        "suspect_ranks": _words(suspects),
+        "suspect_nodes": _words(s.node for s in suspects.values()),
+        "suspect_gpus": _words(s.gpu for s in suspects.values()),
+        "suspect_instances": _words(s.instance_id for s in suspects.values()),
+        "updates_skipped": sum(summary.skipped.values()),
+        "checkpoints_saved": summary.checkpoints.get("saved", 0),
+        "checkpoints_provisional": summary.checkpoints.get("provisional", 0),
+        "checkpoints_withheld": summary.checkpoints.get("withheld", 0),
+        "last_good_checkpoint_step": summary.last_good_checkpoint_step,
+        "last_clean_audit_step": summary.last_clean_audit_step,
+        "steps_at_risk": summary.steps_at_risk,
+        "overhead_seconds": sum(summary.overhead_seconds.values()),
+        "overhead_ratio": summary.overhead_ratio,
+    }
+    values.update({f"skipped_{reason}": n for reason, n in summary.skipped.items()})
+    if dashboard:
+        values["dashboard"] = dashboard
+    return {f"sdcwatch/{name}": value for name, value in values.items()}
+
+
+def _identity(suspect: Suspect) -> str:
+    return (
+        f"rank {suspect.rank} on {suspect.node}, GPU {suspect.gpu}, instance {suspect.instance_id}"
+    )
