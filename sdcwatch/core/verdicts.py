@@ -12,7 +12,7 @@ from sdcwatch.core.records import Cause, Outcome, Verdict
 RunWord = Literal[
     "clean", "warning", "nondeterministic", "unattributed", "suspect", "tainted", "not checked"
 ]
-"""The run in one word. "clean" takes a clean audit in the latest segment: never green while blind."""
+"""The run in one word. "clean" takes a clean audit in this segment: never green while blind."""
 
 _NO_ALARM = frozenset((Outcome.PASS, Outcome.VOID))
 _WORDS: dict[Outcome, RunWord] = {
