@@ -1,0 +1,193 @@
+"""The end of a demo: faults against verdicts, checkpoints, overhead, and what to do next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sdcwatch.core.records import CheckpointEvent, CheckpointResult, Record, Verdict
+from sdcwatch.core.summary import RunSummary, fold
+from sdcwatch.demo.drift import read_drift, tell_drift
+from sdcwatch.demo.lines import CHECK_NAMES, outcome_words
+from sdcwatch.demo.planted import planted_of
+from sdcwatch.demo.settings import DemoSettings
+from sdcwatch.errors import ConfigurationError
+from sdcwatch.faults.plan import FaultPlan
+from sdcwatch.report.grade import Grade, GradedFault, grade
+from sdcwatch.report.read import read_run
+
+PLAN_NAME = "plan.yaml"
+
+
+def close_guarded(
+    settings: DemoSettings, plan: FaultPlan, console: Console, *, partial: bool
+) -> int:
+    """Print the end of a guarded run; returns its grade."""
+    try:
+        records = read_run(settings.run_dir)
+    except ConfigurationError as error:
+        console.print(f"Nothing to show yet: {error}", highlight=False, soft_wrap=True)
+        return 1
+    graded = grade(records, planted_of(plan, settings.world_size))
+    console.print()
+    print_grade(graded, console, partial=partial)
+    summary = fold(records)
+    for line in (_checkpoints(records, summary), *_cost(summary)):
+        console.print(line, highlight=False, soft_wrap=True)
+    for line in _places(settings, graded, records):
+        console.print(line, highlight=False, soft_wrap=True)
+    if not partial:
+        _next_commands(settings, console)
+    return graded.exit_code
+
+
+def close_unguarded(
+    settings: DemoSettings, plan: FaultPlan, console: Console, *, partial: bool
+) -> int:
+    """Print the end of an unguarded run; there is nothing to grade."""
+    tell_drift(read_drift(settings.run_dir), console)
+    if not partial:
+        console.print("\nThe same faults under guard:", style="bold")
+        console.print(f"  {command()} demo", highlight=False)
+    return 0
+
+
+def print_grade(graded: Grade, console: Console, *, partial: bool = False) -> None:
+    """Print planted faults against verdicts, and everything that is wrong."""
+    if graded.faults:
+        console.print(_table(graded.faults, partial=partial))
+    for verdict in graded.unexpected:
+        found = f"✗ nobody planted this, step {verdict.step}: {_found(verdict)}: {verdict.reason}"
+        console.print(found, style="bold red", highlight=False, soft_wrap=True)
+    if partial:
+        console.print("The run did not reach its end; the table shows what there is.")
+        return
+    for breach in graded.breaches:
+        console.print(f"✗ {breach}", style="bold red", highlight=False, soft_wrap=True)
+    if graded.passed:
+        planted = len(graded.faults)
+        said = f"all {planted} planted faults as expected, " if planted else "nothing planted, "
+        console.print(f"✓ PASSED: {said}no other alarm", style="bold green", highlight=False)
+    else:
+        console.print("✗ FAILED: the verdicts are not those expected", style="bold red")
+
+
+def _table(faults: Sequence[GradedFault], *, partial: bool) -> Table:
+    title = "Planted faults against verdicts" + (" (so far)" if partial else "")
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for heading in ("planted", "where and when", "expected", "found", "grade"):
+        table.add_column(heading, overflow="fold")
+    for fault in faults:
+        planted = fault.planted
+        ranks = ", ".join(map(str, planted.ranks))
+        when = f"step {planted.first_step}"
+        if planted.last_step != planted.first_step:
+            when = f"steps {planted.first_step} to {planted.last_step}"
+        found = "\n".join(f"{_found(v)} (step {v.step})" for v in fault.verdicts) or "–"
+        where = f"{planted.where}\nrank {ranks}, {when}"
+        table.add_row(
+            planted.name, where, planted.expectation, found, _mark(fault, partial=partial)
+        )
+    return table
+
+
+def _found(verdict: Verdict) -> str:
+    named = ", ".join(str(s.rank) for s in verdict.suspects)
+    who = f"rank {named}" if named else "nobody named"
+    word = outcome_words(verdict.outcome)[1]
+    return f"{CHECK_NAMES[verdict.check.value]} {verdict.check.value}: {word}, {who}"
+
+
+def _mark(fault: GradedFault, *, partial: bool) -> Text:
+    if fault.ok:
+        return Text("✓ right", style="green")
+    if fault.ok is None or (partial and not fault.verdicts):
+        return Text(f"– {fault.remark or 'not graded'}", style="dim")
+    return Text(f"✗ {fault.remark}", style="bold red")
+
+
+def _checkpoints(records: Sequence[Record], summary: RunSummary) -> Text:
+    events = [r for r in records if isinstance(r, CheckpointEvent)]
+    by = {
+        result: [r.step for r in events if r.result is result]
+        for result in (CheckpointResult.SAVED, CheckpointResult.PROVISIONAL)
+    }
+    saved = sorted({s for steps in by.values() for s in steps})
+    withheld = [
+        f"step {r.step} ({r.reason.value})" for r in events if r.result is CheckpointResult.WITHHELD
+    ]
+    return Text.assemble(
+        ("Checkpoints: ", "bold"),
+        f"saved at steps {', '.join(map(str, saved)) or 'none'}; ",
+        f"withheld: {', '.join(withheld) or 'none'}; ",
+        f"last good: step {summary.last_good_checkpoint_step or 'none'}",
+    )
+
+
+def _cost(summary: RunSummary) -> list[Text]:
+    if not summary.step_seconds:
+        return []
+    parts = [
+        f"{CHECK_NAMES.get(check, check)} {check} {seconds:.1f} s"
+        for check, seconds in summary.overhead_seconds.items()
+    ]
+    ratio = summary.overhead_ratio or 0.0
+    return [
+        Text.assemble(
+            ("Guard: ", "bold"),
+            f"{ratio:.0%} of {summary.step_seconds:.0f} s of steps (",
+            ", ".join(parts),
+            "). The demo audits far more often than the default of every 100 steps.",
+        )
+    ]
+
+
+def _places(settings: DemoSettings, graded: Grade, records: Sequence[Record]) -> list[Text]:
+    lines = []
+    if (report := _write_report(settings, graded, records)) is not None:
+        lines.append(Text.assemble(("Report: ", "bold"), str(report)))
+    offline = sorted(settings.run_dir.glob("wandb/offline-run-*"))
+    if offline:
+        lines.append(Text.assemble(("W&B, offline: ", "bold"), str(offline[-1])))
+    lines.append(Text.assemble(("Events: ", "bold"), str(settings.run_dir / "events.jsonl")))
+    return lines
+
+
+def _write_report(settings: DemoSettings, graded: Grade, records: Sequence[Record]) -> Path | None:
+    if find_spec("plotly") is None or find_spec("jinja2") is None:
+        return None
+    from sdcwatch.report.page import write_page
+
+    return write_page(records, settings.run_dir / "report.html", graded)
+
+
+def _next_commands(settings: DemoSettings, console: Console) -> None:
+    run_dir = shlex.quote(str(settings.run_dir))
+    check = f" --check {run_dir}/{PLAN_NAME}" if settings.plan is not None else ""
+    console.print("\nNext:", style="bold")
+    for line in (
+        f"{command()} report {run_dir}{check}",
+        f"{command()} demo --unguarded",
+        f"{command()} stack up --local",
+    ):
+        console.print(f"  {line}", highlight=False, soft_wrap=True)
+
+
+def command() -> str:
+    """How to call this program from the shell the user is in."""
+    script = shutil.which("sdcwatch")
+    if script is not None and Path(script).parent == Path(sys.executable).parent:
+        return "sdcwatch"
+    python = Path(sys.executable)
+    here = Path(os.path.relpath(python))
+    shorter = here if len(str(here)) < len(str(python)) else python
+    return f"{shlex.quote(str(shorter))} -m sdcwatch"
