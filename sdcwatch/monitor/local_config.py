@@ -1,0 +1,216 @@
+"""Configuration of the servers of the local stack, as plain values and as files.
+
+The containers under docker/ are configured by files of the same content (a test compares them), so
+that a rule fires, is routed and is inhibited alike in both.
+"""
+
+from __future__ import annotations
+
+import configparser
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sdcwatch.errors import ConfigurationError
+from sdcwatch.monitor.rulefiles import FOLDER
+
+JOB = "sdcwatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scrape:
+    """What Prometheus scrapes, and how often.
+
+    Attributes:
+        targets: ``host:port`` of /metrics endpoints.
+        file_sd: Directories with file_sd entries (``*.json``), watched for changes.
+        interval_seconds: Time between scrapes, and between evaluations of the rules.
+    """
+
+    targets: tuple[str, ...]
+    file_sd: tuple[Path, ...]
+    interval_seconds: int
+
+
+def scrape_config(scrape: Scrape) -> dict[str, Any]:
+    """The scrape job of guarded runs.
+
+    ``honor_labels`` keeps the label `instance` of a suspect rank: without it the scrape would
+    overwrite it with the exporter's address.
+    """
+    config: dict[str, Any] = {"job_name": JOB, "honor_labels": True}
+    if scrape.targets:
+        config["static_configs"] = [{"targets": list(scrape.targets)}]
+    if scrape.file_sd:
+        files = [str(directory.resolve() / "*.json") for directory in scrape.file_sd]
+        config["file_sd_configs"] = [{"files": files, "refresh_interval": "10s"}]
+    return config
+
+
+def prometheus_config(scrape: Scrape, rules: Sequence[Path], alertmanager: str) -> dict[str, Any]:
+    """Configuration of Prometheus.
+
+    Args:
+        scrape: What to scrape.
+        rules: Rule files.
+        alertmanager: ``host:port`` of Alertmanager.
+    """
+    every = f"{scrape.interval_seconds}s"
+    return {
+        "global": {
+            "scrape_interval": every,
+            "scrape_timeout": every,
+            "evaluation_interval": every,
+        },
+        "rule_files": [str(path.resolve()) for path in rules],
+        "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
+        "scrape_configs": [scrape_config(scrape)],
+    }
+
+
+def alertmanager_config(example: Mapping[str, Any], webhook: str) -> dict[str, Any]:
+    """`example` with its route and inhibition unchanged, and every receiver a webhook here.
+
+    Args:
+        example: An Alertmanager configuration. A receiver without any integration swallows alerts
+            on purpose and stays so.
+        webhook: URL that gets all notifications; the receiver's name is appended as a path.
+    """
+    names = ("route", "inhibit_rules", "mute_time_intervals", "time_intervals")
+    kept = {key: example[key] for key in names if key in example}
+    return {**kept, "receivers": [_visible(r, webhook) for r in example.get("receivers", ())]}
+
+
+def _visible(receiver: Mapping[str, Any], webhook: str) -> dict[str, Any]:
+    name = receiver["name"]
+    integrations = [hook for key, hooks in receiver.items() if key != "name" for hook in hooks]
+    if not integrations:
+        return {"name": name}
+    resolved = any(hook.get("send_resolved", True) for hook in integrations)
+    return {
+        "name": name,
+        "webhook_configs": [{"url": f"{webhook}/{name}", "send_resolved": resolved}],
+    }
+
+
+def datasource_config(uid: str, prometheus_url: str, interval_seconds: int) -> dict[str, Any]:
+    """Grafana's provisioning of the data source that the dashboards preselect."""
+    return {
+        "apiVersion": 1,
+        "datasources": [
+            {
+                "name": "Prometheus",
+                "uid": uid,
+                "type": "prometheus",
+                "access": "proxy",
+                "url": prometheus_url,
+                "isDefault": True,
+                "editable": False,
+                "jsonData": {"httpMethod": "POST", "timeInterval": f"{interval_seconds}s"},
+            }
+        ],
+    }
+
+
+def dashboards_config(directory: str) -> dict[str, Any]:
+    """Grafana's provisioning of the dashboards in `directory`, in the folder of the rules."""
+    return {
+        "apiVersion": 1,
+        "providers": [
+            {
+                "name": FOLDER,
+                "orgId": 1,
+                "folder": FOLDER,
+                "type": "file",
+                "disableDeletion": True,
+                "allowUiUpdates": False,
+                "updateIntervalSeconds": 30,
+                "options": {"path": directory, "foldersFromFilesStructure": False},
+            }
+        ],
+    }
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in `path`.
+
+    Raises:
+        ConfigurationError: It cannot be read, or holds something else.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        msg = f"Expected a YAML file at {path}, but got: {error}. Pass another path."
+        raise ConfigurationError(msg) from error
+    if not isinstance(content, dict):
+        msg = f"Expected a mapping in {path}, but got {type(content).__name__}. Correct the file."
+        raise ConfigurationError(msg)
+    return content
+
+
+def write_yaml(path: Path, content: Mapping[str, Any]) -> Path:
+    """Write `content` to `path` and return `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrafanaFiles:
+    """Files that one Grafana server starts from.
+
+    Attributes:
+        ini: Its configuration.
+        password: File with the admin password, readable by its owner only.
+    """
+
+    ini: Path
+    password: Path
+
+
+def write_grafana(
+    directory: Path, port: int, prometheus: Mapping[str, Any], dashboards: Path
+) -> GrafanaFiles:
+    """Write Grafana's configuration and provisioning under `directory`.
+
+    Args:
+        directory: Where configuration, data and logs go.
+        port: Port on loopback.
+        prometheus: The data source, from `datasource_config`.
+        dashboards: Directory of dashboards.
+    """
+    provisioning = directory / "provisioning"
+    write_yaml(provisioning / "datasources" / "sdcwatch.yaml", prometheus)
+    write_yaml(
+        provisioning / "dashboards" / "sdcwatch.yaml", dashboards_config(str(dashboards.resolve()))
+    )
+    password = directory / "admin-password"
+    if not password.exists():
+        password.touch(mode=0o600)
+        password.write_text(secrets.token_urlsafe(24) + "\n", encoding="utf-8")
+    ini = configparser.RawConfigParser()
+    ini.read_dict(
+        {
+            "paths": {
+                "data": str(directory / "data"),
+                "logs": str(directory / "logs"),
+                "plugins": str(directory / "plugins"),
+                "provisioning": str(provisioning),
+            },
+            "server": {"http_addr": "127.0.0.1", "http_port": str(port)},
+            "security": {"admin_password": password.read_text(encoding="utf-8").strip()},
+            "auth.anonymous": {"enabled": "true", "org_role": "Viewer"},
+            "analytics": {"reporting_enabled": "false", "check_for_updates": "false"},
+            "news": {"news_feed_enabled": "false"},
+            "plugins": {"preinstall_disabled": "true"},
+        }
+    )
+    path = directory / "grafana.ini"
+    path.touch(mode=0o600)
+    with path.open("w", encoding="utf-8") as stream:
+        ini.write(stream)
+    return GrafanaFiles(ini=path, password=password)
