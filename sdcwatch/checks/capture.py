@@ -285,6 +285,9 @@ class Pending:
                 return clone_batch(batch)
             except NotTransportable as error:
                 self.problem = str(error)
+            except Exception as error:  # a tensor kind that cannot be cloned or digested
+                self.problem = f"{type(error).__name__}: {error}"
+            self._before = None
         return shallow_copy(batch)
 
     def _compare_batch(self) -> None:
@@ -292,7 +295,7 @@ class Pending:
             return
         try:
             structure, digests = fingerprint_batch(self._given)
-        except NotTransportable:
+        except Exception:  # what pickled before and does not now has changed
             self.changed_in_place = True
         else:
             same = structure == self._before[0] and torch.equal(digests, self._before[1])

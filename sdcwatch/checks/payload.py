@@ -131,15 +131,19 @@ def shallow_copy(batch: Any) -> Any:
     """A copy of the containers of `batch` with the same tensors in them."""
     if isinstance(batch, (Tensor, *_PLAIN)):
         return batch
+    try:
+        return _shallow_copy(batch)
+    except Exception:  # an object of the user's that refuses to be copied is kept as it is
+        return batch
+
+
+def _shallow_copy(batch: Any) -> Any:
     if isinstance(batch, tuple):
         items = [shallow_copy(item) for item in batch]
         if type(batch) is tuple:
             return tuple(items)
         return type(batch)(*items) if hasattr(batch, "_fields") else batch
-    try:
-        copied = copy.copy(batch)
-    except Exception:  # an object of the user's that refuses to be copied is kept as it is
-        return batch
+    copied = copy.copy(batch)
     if isinstance(copied, list):
         copied[:] = [shallow_copy(item) for item in copied]
     elif isinstance(copied, dict):
@@ -207,8 +211,13 @@ def fingerprint_batch(batch: Any) -> tuple[bytes, Tensor]:
         NotTransportable: The batch does not pickle.
     """
     structure, tensors = _split(batch)
-    flat = [t.detach() if t.layout is torch.strided else t.detach().to_dense() for t in tensors]
-    return structure, digest_tensors(flat).cpu()
+    return structure, digest_tensors([_dense(tensor.detach()) for tensor in tensors]).cpu()
+
+
+def _dense(plain: Tensor) -> Tensor:
+    if plain.is_nested:
+        return torch.cat([part.reshape(-1) for part in plain.unbind()])
+    return plain if plain.layout is torch.strided else plain.to_dense()
 
 
 def faithful_clone(tensor: Tensor) -> Tensor:
@@ -217,8 +226,8 @@ def faithful_clone(tensor: Tensor) -> Tensor:
     A view that spans much more memory than it has elements is copied compactly instead.
     """
     plain = tensor.detach()
-    ordinary = type(plain) is Tensor and plain.layout is torch.strided and plain.numel() > 0
-    copied = _clone_window(plain) if ordinary else plain.clone()
+    ordinary = type(plain) is Tensor and plain.layout is torch.strided and not plain.is_nested
+    copied = _clone_window(plain) if ordinary and plain.numel() else plain.clone()
     return copied.requires_grad_(tensor.requires_grad)
 
 
