@@ -126,7 +126,6 @@ LAYOUTS = {
     "complex": torch.randn(4, dtype=torch.complex64).conj(),
     "bool": torch.tensor([True, False]),
     "bfloat16": torch.randn(8).bfloat16(),
-    "csr": torch.eye(4).to_sparse_csr(),
     "sparse": torch.eye(4).to_sparse(),
     "leaf": torch.randn(3, requires_grad=True),
     "inside a graph": torch.randn(3, requires_grad=True) * 2,
