@@ -148,55 +148,48 @@ def struck_lately(
     return len({rank for at, rank in history if since <= at < audit} - set(excluding))
 
 
-@dataclass(frozen=True, slots=True)
 class _Answers:
-    """What the repeats say."""
+    """What the repeats say: how many a rank made of a micro-batch, and how many were wrong."""
 
-    settlement: Settlement
-    repeats: Mapping[tuple[int, int], tuple[str, ...]]
-
-    def _of(self, rank: int, producer: int) -> list[str]:
-        answers = self.repeats.get((rank, producer), ())
-        return [value for value in answers if not is_error(value)]
+    def __init__(
+        self, settlement: Settlement, repeats: Mapping[tuple[int, int], tuple[str, ...]]
+    ) -> None:
+        self.settlement = settlement
+        self._wrong: dict[tuple[int, int], int] = {}
+        self._made: dict[tuple[int, int], int] = {}
+        for key, values in repeats.items():
+            answers = [value for value in values if not is_error(value)]
+            self._made[key] = len(answers)
+            self._wrong[key] = len(answers) - answers.count(settlement.right.get(key[1]) or "")
 
     def unsteady(self) -> tuple[int, ...]:
         """Agreeing ranks that differ from themselves."""
-        return tuple(
-            sorted(
-                {
-                    rank
-                    for producer, ranks in self.settlement.agreeing.items()
-                    for rank in ranks
-                    if set(self._of(rank, producer)) - {self.settlement.right[producer]}
-                }
-            )
-        )
+        found = {
+            rank
+            for producer, ranks in self.settlement.agreeing.items()
+            for rank in ranks
+            if self._wrong.get((rank, producer))
+        }
+        return tuple(sorted(found))
 
     def wrong_again(self, rank: int) -> tuple[int, int]:
         """Repeats of a wrong rank that were wrong, and all of them."""
-        answers = [
-            value != self.settlement.right[producer]
-            for producer in self.settlement.wrong[rank]
-            for value in self._of(rank, producer)
-        ]
-        return sum(answers), len(answers)
+        keys = [(rank, producer) for producer in self.settlement.wrong[rank]]
+        return sum(self._wrong.get(k, 0) for k in keys), sum(self._made.get(k, 0) for k in keys)
+
+    def _complete(self, rank: int, producer: int) -> bool:
+        """The rank and at least one that agrees made every repeat of a micro-batch."""
+        controls = self.settlement.agreeing[producer]
+        return self._made.get((rank, producer), 0) >= REPEATS and any(
+            self._made.get((other, producer), 0) >= REPEATS for other in controls
+        )
 
     def reproduced(self, rank: int) -> bool | None:
-        """Whether a wrong rank was wrong in every repeat of a micro-batch, the control steady."""
-        complete = [
-            producer
-            for producer in self.settlement.wrong[rank]
-            if len(self._of(rank, producer)) >= REPEATS
-            and any(
-                len(self._of(other, producer)) >= REPEATS
-                for other in self.settlement.agreeing[producer]
-            )
-        ]
-        if not complete:
+        """Whether a wrong rank was wrong in every repeat of a micro-batch; None if not known."""
+        keys = [(rank, p) for p in self.settlement.wrong[rank] if self._complete(rank, p)]
+        if not keys:
             return None
-        return any(
-            self.settlement.right[producer] not in self._of(rank, producer) for producer in complete
-        )
+        return any(self._wrong[key] == self._made[key] for key in keys)
 
 
 def _evidence(rank: int, facts: AuditFacts, answers: _Answers) -> Named:
