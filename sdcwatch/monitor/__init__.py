@@ -1,0 +1,1 @@
+"""Dashboards, alert rules and what serves them, generated from the metric catalogue."""

@@ -1,0 +1,369 @@
+"""The alerts: what fires, for how long, and what it says; no file format.
+
+Each expression returns a positive number where the alert fires, and nothing elsewhere, so that the
+same expression serves Prometheus and Grafana. Every outcome a check can come to that is not a pass
+belongs to exactly one alert: see `ALERT_OF_OUTCOME`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from sdcwatch.core.records import Cause, CheckpointResult, Outcome
+from sdcwatch.errors import ConfigurationError
+from sdcwatch.monitor import conditions
+from sdcwatch.monitor.config import MonitorConfig
+from sdcwatch.monitor.queries import RANK_EVIDENCE, Scope, rule_scope
+
+DRILL = "SdcwatchDrill"
+WATCHDOG = "SdcwatchWatchdog"
+SUSPECT = "SdcwatchSuspectRank"
+
+ALERT_OF_OUTCOME: Mapping[Outcome, str] = {
+    Outcome.SUSPECT: SUSPECT,
+    Outcome.REPRODUCIBLE: "SdcwatchNonFiniteReproducible",
+    Outcome.UNATTRIBUTED: "SdcwatchUnattributedMismatch",
+    Outcome.INCONCLUSIVE: "SdcwatchUnattributedMismatch",
+    Outcome.WIDESPREAD: "SdcwatchUnattributedMismatch",
+    Outcome.TRANSPORT: "SdcwatchUnattributedMismatch",
+    Outcome.NOT_REPRODUCED: "SdcwatchOneOffMismatch",
+    Outcome.NONDETERMINISTIC: "SdcwatchNondeterministicModel",
+    Outcome.NOT_REDUCED: "SdcwatchSoftwareDivergence",
+    Outcome.SCALE_DIFFERS: "SdcwatchSoftwareDivergence",
+    Outcome.VOID: "SdcwatchFingerprintDisagreement",
+    Outcome.NOT_RUN: "SdcwatchCheckNotRun",
+}
+"""The alert of each outcome; `VOID` means that check 3 has the verdict."""
+
+SILENT_CAUSES: Mapping[Cause, str] = {
+    Cause.NONE: "nothing non-finite was seen",
+    Cause.SCALING: "the loss scaler's normal business under fp16; never an alarm",
+    Cause.DEVICE: f"{SUSPECT}: the verdict names the rank",
+    Cause.REDUCTION: "SdcwatchUnattributedMismatch, or a suspect if one rank alone saw it",
+    Cause.WEIGHTS: "SdcwatchUnattributedMismatch: widespread",
+    Cause.UNKNOWN: "SdcwatchUnattributedMismatch: no replay was possible",
+}
+"""Causes of non-finite values that have no alert of their own, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One alert.
+
+    Attributes:
+        name: CamelCase, prefixed.
+        expr: PromQL; positive where it fires.
+        severity: critical, warning or info.
+        summary: One constant sentence.
+        description: Template: who, with evidence, and what to do first.
+        wait_for: How long the expression must hold before it fires.
+        keep_firing_for: How long it goes on firing; empty for not at all.
+        dashboard: The dashboard that shows it: fleet, run or suspect.
+        variables: Labels passed on to the dashboard.
+    """
+
+    name: str
+    expr: str
+    severity: str
+    summary: str
+    description: str
+    wait_for: str = "0s"
+    keep_firing_for: str = ""
+    dashboard: str = "run"
+    variables: tuple[str, ...] = ("run",)
+
+    @property
+    def anchor(self) -> str:
+        """Its heading in the runbook."""
+        return self.name.lower()
+
+
+def evidence_template(scope: Scope, hold: str) -> str:
+    """A template that lists, per check, in how many of how many comparisons a rank was wrong."""
+    # Prometheus evaluates this query whenever it sends the alert, so the counts are current.
+    fixed = "".join(f"{m}," for m in scope.matchers)
+    chosen = f"{RANK_EVIDENCE.prometheus}{{{fixed}"
+
+    def asked(result: str, check: str = "") -> str:
+        return (
+            f"max by (check) (last_over_time({chosen}run=%q,rank=%q,gpu=%q,"
+            f'{check}result="{result}"}}[{hold}]))'
+        )
+
+    labels = "$labels.run $labels.rank $labels.gpu"
+    return (
+        f"{{{{ range printf `{asked('bad')}` {labels} | query }}}}"
+        "{{ .Labels.check }} check: wrong in {{ .Value }} of "
+        f"{{{{ range printf `{asked('total', 'check=%q,')}` {labels} .Labels.check | query }}}}"
+        "{{ .Value }}{{ end }}. {{ end }}"
+    )
+
+
+def _findings(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
+    """What a check found."""
+    limits = config.thresholds
+    return (
+        Alert(
+            name=SUSPECT,
+            expr=conditions.suspect_rank(scope, limits),
+            severity="critical",
+            summary="A GPU returned wrong numbers: a rank is suspect.",
+            description=(
+                "Run {{ $labels.run }}: rank {{ $labels.rank }} on node {{ $labels.node }}, "
+                "GPU {{ $labels.gpu }}, is suspect. "
+                + evidence_template(scope, limits.hold)
+                + "Take it out of the job and keep it for diagnosis. "
+                "Fires until somebody dismisses or closes the incident."
+            ),
+            dashboard="suspect",
+            variables=("run", "rank", "gpu"),
+        ),
+        Alert(
+            name="SdcwatchUnattributedMismatch",
+            expr=conditions.unattributed(scope, limits),
+            severity="critical",
+            summary="Results differ between ranks and no rank can be named.",
+            description=(
+                "Run {{ $labels.run }}: the {{ $labels.check }} check came to "
+                "{{ $labels.outcome }}. Something is wrong, and the facts name nobody. "
+                "The event log lists every rank concerned."
+            ),
+        ),
+        Alert(
+            name="SdcwatchFingerprintDisagreement",
+            expr=conditions.tainted(scope, limits),
+            severity="critical",
+            summary="Replicas hold different weights: the run is tainted.",
+            description=(
+                "Run {{ $labels.run }}: replicas hold different bits, and every later checkpoint "
+                "is withheld. Resume from the last good checkpoint; the dashboard shows its step."
+            ),
+        ),
+        Alert(
+            name="SdcwatchOneOffMismatch",
+            expr=conditions.one_off(scope, limits),
+            severity="warning",
+            summary="A rank was wrong once and right when asked again.",
+            description=(
+                "Run {{ $labels.run }}: rank {{ $labels.rank }} on node {{ $labels.node }}, "
+                "GPU {{ $labels.gpu }}, has {{ $value }} strike(s). "
+                "One is a note for its history, several are a pattern."
+            ),
+            dashboard="suspect",
+            variables=("run", "rank", "gpu"),
+        ),
+        Alert(
+            name="SdcwatchNonFiniteReproducible",
+            expr=conditions.nonfinite_data(scope, limits),
+            severity="warning",
+            summary="A non-finite value repeats on another node: data or model, no GPU.",
+            description=(
+                "Run {{ $labels.run }}: another node computes the same NaN or Inf "
+                "({{ $labels.origin }}). No GPU is blamed; look at the batch and the model."
+            ),
+        ),
+        Alert(
+            name="SdcwatchSoftwareDivergence",
+            expr=conditions.software(scope, limits),
+            severity="warning",
+            summary="Replicas are made to differ by software, not by a GPU.",
+            description=(
+                "Run {{ $labels.run }}: the {{ $labels.check }} check came to "
+                "{{ $labels.outcome }}. This is a bug in the training loop and names no GPU."
+            ),
+        ),
+        Alert(
+            name="SdcwatchNondeterministicModel",
+            expr=conditions.verdict(scope, limits, Outcome.NONDETERMINISTIC),
+            severity="warning",
+            summary="The computation does not repeat, so that a replay proves nothing.",
+            description=(
+                "Run {{ $labels.run }}: a rank that agreed differs from itself. "
+                "Until the next preflight the {{ $labels.check }} check blames nobody."
+            ),
+        ),
+        Alert(
+            name="SdcwatchRepeatOffender",
+            expr=conditions.repeat_offender(scope, limits),
+            severity="critical",
+            summary="The same GPU is suspect again, in another run.",
+            description=(
+                "GPU {{ $labels.gpu }} on node {{ $labels.node }} was suspect in {{ $value }} "
+                f"runs within {limits.offender_window}. Replace it."
+            ),
+            dashboard="suspect",
+            variables=("gpu",),
+        ),
+    )
+
+
+def _consequences(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
+    """What the guard did, and what it costs."""
+    limits = config.thresholds
+    return (
+        Alert(
+            name="SdcwatchUpdatesSkipped",
+            expr=conditions.skipped(scope, limits),
+            severity="warning",
+            summary="Optimizer updates are skipped repeatedly.",
+            description=(
+                "Run {{ $labels.run }}: {{ $value }} updates did not happen within "
+                f"{limits.event_window}, not counting those of the loss scaler. "
+                "The model does not learn from these steps."
+            ),
+        ),
+        Alert(
+            name="SdcwatchCheckpointWithheld",
+            expr=conditions.checkpoints(scope, limits, CheckpointResult.WITHHELD),
+            severity="warning",
+            summary="A checkpoint was withheld.",
+            description=(
+                "Run {{ $labels.run }}: a checkpoint was not written, because of "
+                "{{ $labels.reason }}. The last good one gets older."
+            ),
+        ),
+        Alert(
+            name="SdcwatchOverheadHigh",
+            expr=conditions.overhead(scope, limits),
+            severity="warning",
+            summary="The guard costs more than its budget.",
+            description=(
+                "Run {{ $labels.run }}: the guard takes {{ $value | humanizePercentage }} of step "
+                f"time; the budget is {limits.overhead_ratio:.0%}. "
+                "Audit less often, or look at the slowest phase."
+            ),
+            wait_for=limits.overhead_for,
+        ),
+    )
+
+
+def _blindness(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
+    """When no news is not good news."""
+    limits = config.thresholds
+    return (
+        Alert(
+            name="SdcwatchNoCleanAudit",
+            expr=conditions.no_clean_audit(scope, limits),
+            severity="warning",
+            summary="No audit has passed for too long.",
+            description=(
+                "Run {{ $labels.run }}: {{ $value | humanizeDuration }} without a clean audit, "
+                f"more than {limits.clean_audit_age}. "
+                "Everything since the last one is unproven."
+            ),
+            wait_for="1m",
+        ),
+        Alert(
+            name="SdcwatchGuardSilent",
+            expr=conditions.silent(scope, limits),
+            severity="warning",
+            summary="Steps go on, and a check says nothing.",
+            description=(
+                "Run {{ $labels.run }}: training goes on and the {{ $labels.check }} check has "
+                "given no verdict. The run looks clean because nobody looks."
+            ),
+            wait_for="1m",
+        ),
+        Alert(
+            name="SdcwatchCheckNotRun",
+            expr=conditions.verdict(scope, limits, Outcome.NOT_RUN),
+            severity="warning",
+            summary="A check was due and could not run.",
+            description=(
+                "Run {{ $labels.run }}: the {{ $labels.check }} check was due and did not run. "
+                "Most often the loop did not call guard.forward on an audit step."
+            ),
+        ),
+        Alert(
+            name="SdcwatchBlind",
+            expr=conditions.blind(scope),
+            severity="warning",
+            summary="The replay audit sees nothing, or the loss only.",
+            description=(
+                "Run {{ $labels.run }}: coverage is {{ $labels.coverage }}. A wrong gradient can "
+                "pass. The preflight record says why, and what to change."
+            ),
+            wait_for=limits.blind_for,
+        ),
+        Alert(
+            name="SdcwatchRunStalled",
+            expr=conditions.stalled(scope, limits),
+            severity="warning",
+            summary="A guarded run lives and makes no step.",
+            description=(
+                "Run {{ $labels.run }}: no completed step for {{ $value | humanizeDuration }}. "
+                "The roll-call in its event log names absent ranks."
+            ),
+            wait_for="1m",
+        ),
+        Alert(
+            name="SdcwatchRunVanished",
+            expr=conditions.vanished(scope, limits),
+            severity="warning",
+            summary="A guarded run disappeared without finishing.",
+            description=(
+                "Run {{ $labels.run }}: its metrics ended while it was training. "
+                "It crashed, was killed, or can no longer be scraped."
+            ),
+            wait_for="1m",
+        ),
+        Alert(
+            name="SdcwatchTelemetryDropped",
+            expr=conditions.dropped(scope, limits),
+            severity="warning",
+            summary="Records were lost on their way out.",
+            description=(
+                "Run {{ $labels.run }}: the {{ $labels.sink }} sink lost records "
+                "({{ $labels.reason }}). events.jsonl in the run directory has them all."
+            ),
+        ),
+        Alert(
+            name=WATCHDOG,
+            expr="vector(1)",
+            severity="info",
+            summary="The path from rules to receivers works.",
+            description="Always fires. If it stops arriving, no other alert would arrive either.",
+            dashboard="fleet",
+            variables=(),
+        ),
+    )
+
+
+def alerts(config: MonitorConfig) -> tuple[Alert, ...]:
+    """Every alert, in the order in which a person meets them.
+
+    Raises:
+        ConfigurationError: `severities` names an alert that does not exist.
+    """
+    scope = rule_scope(config)
+    every = (*_findings(scope, config), *_consequences(scope, config), *_blindness(scope, config))
+    unknown = sorted(set(config.severities) - {a.name for a in every})
+    if unknown:
+        names = sorted(a.name for a in every)
+        msg = f"Expected `severities` to name alerts among {names}, but got {unknown}. Correct it."
+        raise ConfigurationError(msg)
+    return tuple(replace(a, severity=config.severities.get(a.name, a.severity)) for a in every)
+
+
+def dashboard_url(alert: Alert, config: MonitorConfig) -> str:
+    """Template of the link to the dashboard that shows the alert; empty without a base URL."""
+    if not config.grafana_url:
+        return ""
+    url = f"{config.grafana_url.rstrip('/')}/d/{config.uid_prefix}-{alert.dashboard}"
+    names = (*config.scope_labels, *alert.variables) if alert.variables else ()
+    query = "&".join(f"var-{name}={{{{ $labels.{name} | urlquery }}}}" for name in names)
+    return f"{url}?{query}" if query else url
+
+
+def annotations_of(alert: Alert, config: MonitorConfig) -> dict[str, str]:
+    """Summary, description and, where a base URL is configured, the two links."""
+    links = {
+        "runbook_url": f"{config.runbook_url}#{alert.anchor}" if config.runbook_url else "",
+        "dashboard_url": dashboard_url(alert, config),
+    }
+    return {
+        "summary": alert.summary,
+        "description": alert.description,
+        **{name: url for name, url in links.items() if url},
+    }

@@ -1,0 +1,15 @@
+"""The generated dashboards: path and JSON of each."""
+
+from __future__ import annotations
+
+from sdcwatch.monitor.boards import to_json
+from sdcwatch.monitor.config import MonitorConfig
+from sdcwatch.monitor.fleet_board import fleet_board
+from sdcwatch.monitor.run_board import run_board
+from sdcwatch.monitor.suspect_board import suspect_board
+
+
+def dashboard_files(config: MonitorConfig) -> dict[str, str]:
+    """Every dashboard: path below the output directory, and JSON."""
+    boards = (fleet_board(config), run_board(config), suspect_board(config))
+    return {f"dashboards/{config.uid_prefix}-{b.slug}.json": to_json(b, config) for b in boards}

@@ -1,0 +1,122 @@
+"""Panels that more than one dashboard shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sdcwatch.monitor import answers
+from sdcwatch.monitor.boards import dashboard_link
+from sdcwatch.monitor.config import MonitorConfig, duration_seconds
+from sdcwatch.monitor.looks import (
+    COVERAGE_LOOKS,
+    GREEN,
+    GREY,
+    GUARD_CODES,
+    GUARD_LOOKS,
+    RANK_CODES,
+    RANK_LOOKS,
+    VERDICT_LOOKS,
+    VERMILLION,
+    YELLOW,
+    coded,
+)
+from sdcwatch.monitor.panels import (
+    Column,
+    Query,
+    Show,
+    Steps,
+    override,
+    stat_panel,
+    table_panel,
+    thresholds,
+)
+from sdcwatch.monitor.queries import OVERHEAD_TIME, STEP_TIME, Scope, fact, last, select, summed
+
+INTERVAL = "$__rate_interval"
+NEUTRAL: Steps = ((None, GREY),)
+EVENTS: Steps = ((None, GREEN), (1, VERMILLION))
+VERDICTS_BY_CODE = {str(code.value): look for code, look in VERDICT_LOOKS.items()}
+STATES_BY_CODE = {**coded(GUARD_LOOKS, GUARD_CODES), **coded(RANK_LOOKS, RANK_CODES)}
+COVERAGE_BY_WORD = {c.value: look for c, look in COVERAGE_LOOKS.items()}
+STATE_BY_WORD = {s.value: look for s, look in GUARD_LOOKS.items()}
+ROWS = ("run", "rank", "node", "gpu")
+"""Labels of a row in a table of suspects."""
+
+
+def ages(limit: str) -> Steps:
+    """Good up to half of the limit, bad from it on."""
+    seconds = duration_seconds(limit)
+    return ((None, GREEN), (seconds / 2, YELLOW), (seconds, VERMILLION))
+
+
+def shares(budget: float) -> Steps:
+    """Good up to half of the budget, bad from it on."""
+    return ((None, GREEN), (budget / 2, YELLOW), (budget, VERMILLION))
+
+
+def overhead_so_far(scope: Scope) -> str:
+    """The guard's share of step time over the whole life of the process; short runs have one."""
+    guard = summed(fact(last(select(OVERHEAD_TIME, scope)), scope, "check"), scope)
+    steps = summed(fact(last(select(STEP_TIME, scope)), scope, "kind"), scope)
+    return f"{guard} / ({steps} > 0)"
+
+
+def step_and_age(title: str, description: str, step: str, age: str, steps: Steps) -> Any:
+    """Two values: a step, and how long ago it was; the age carries the colour."""
+    panel = stat_panel(
+        title,
+        description,
+        Query(step, "step", kind="instant"),
+        Query(age, "age", kind="instant"),
+        show=Show(unit="none", decimals=0, steps=NEUTRAL, empty="never"),
+    )
+    return override(panel, "age", unit="s", decimals=0, thresholds=thresholds(steps))
+
+
+def suspects_table(
+    title: str, scope: Scope, config: MonitorConfig, *, with_run: bool, to_suspect: bool
+) -> Any:
+    """Who is suspect, by which check, on what evidence."""
+    who = answers.WHO
+    on = ", ".join((*scope.by, *who))
+    strikes = answers.strikes(scope, *who)
+    queries = (
+        answers.beside_evidence(scope, answers.rank_code(scope, *who, held=True), on, *who),
+        answers.evidence(scope, "bad", *who),
+        answers.evidence(scope, "total", *who),
+        answers.beside_evidence(
+            scope, answers.last_step_of_check(scope), ", ".join((*scope.by, "check")), *who
+        ),
+        answers.beside_evidence(scope, f"({strikes})", on, *who),
+    )
+    suspect = dashboard_link(
+        config,
+        "suspect",
+        "var-run=${__data.fields.run}&var-gpu=${__data.fields.GPU}",
+    )
+    run = dashboard_link(config, "run", "var-run=${__data.fields.run}")
+    columns = (
+        Column(source="Value #A", name="State", looks=STATES_BY_CODE, width=120),
+        Column(source="run", name="run", link=(run, "Open the run")),
+        Column(source="rank", name="Rank", width=60),
+        Column(source="node", name="Node"),
+        Column(
+            source="gpu",
+            name="GPU",
+            link=(suspect, "Evidence and history of this GPU") if to_suspect else None,
+        ),
+        Column(source="check", name="Check", width=100),
+        Column(source="Value #B", name="Wrong in", unit="none", width=80),
+        Column(source="Value #C", name="of", unit="none", width=60),
+        Column(source="Value #D", name="Last step", unit="none", width=85),
+        Column(source="Value #E", name="Strikes", unit="none", width=75),
+    )
+    chosen = columns if with_run else tuple(c for c in columns if c.name != "run")
+    return table_panel(
+        title,
+        "Ranks named by a check: wrong in n of m comparisons (tensors, for the fingerprint check). "
+        "A row here means: take this rank out of the job and follow the runbook.",
+        tuple(Query(q, kind="table") for q in queries),
+        chosen,
+        empty="✔ nobody is suspect",
+    )
