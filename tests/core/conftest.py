@@ -28,6 +28,6 @@ def topology_of(layout: str, fault_domain: str = "node") -> Topology:
     return Topology(ranks, fault_domain)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def topology():
     return topology_of
