@@ -2,9 +2,9 @@
 
 Instruments, docs/metrics.md, dashboard queries and alert rules derive from it, and a test holds it
 against a live scrape in both directions. Names follow OpenTelemetry (dotted, no unit, no
-``_total``); `Metric.prometheus` is the name Prometheus sees over pull and over OTLP. Units are ``s``, ``By`` or
-``{thing}``; never "1" or "%", which the two paths name differently. Attribute values come from
-closed sets; step numbers, tensor names and hashes never become attributes.
+``_total``); `Metric.prometheus` is the name Prometheus sees over pull and over OTLP. Units are
+``s``, ``By`` or ``{thing}``; never "1" or "%", which the two paths name differently. Attribute
+values come from closed sets; step numbers, tensor names and hashes never become attributes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from sdcwatch.core.records import (
 Kind = Literal["counter", "gauge", "histogram"]
 
 RESOURCE_LABELS = ("run", "exporter_rank")
-"""Labels that every series carries, lifted from the resource; equal over pull and push."""
+"""Labels that every series carries: which run, and which of its ranks exports. They are in the
+resource and on each measurement, so that they are equal over pull and push."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ _WHO = (
     _free("rank", "ranks that have a state"),
     _free("node", "nodes of those ranks"),
     _free("gpu", "GPU UUIDs of those ranks"),
-    _free("instance", "instance ids of those ranks"),
+    # not "instance": Prometheus puts that label on every series itself
+    _free("instance_id", "instance ids of those ranks"),
 )
 _CHECK_BUCKETS = (
     0.00001, 0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,

@@ -227,7 +227,7 @@ class Measurer:
 
 
 def _who_of(rank: int, node: str, gpu: str, instance: str) -> dict[str, object]:
-    return {"rank": rank, "node": node, "gpu": gpu, "instance": instance}
+    return {"rank": rank, "node": node, "gpu": gpu, "instance_id": instance}
 
 
 def _one_hot(

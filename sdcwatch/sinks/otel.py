@@ -12,6 +12,7 @@ they are equal over pull, over push and through an application's provider. ``ran
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import socket
 import threading
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from prometheus_client import CollectorRegistry
 
@@ -303,9 +305,10 @@ def _warn_of_views(provider: metrics.MeterProvider) -> tuple[str, ...]:
     """Say so when the application's own views and reader cannot serve a histogram together."""
     views = getattr(getattr(provider, "_sdk_config", None), "views", ())
     readers = getattr(provider, "_metric_readers", ())
+    histograms = [metric.name for metric in CATALOG if metric.kind == "histogram"]
     exponential = any(
-        type(getattr(view, "_aggregation", None)).__name__
-        == "ExponentialBucketHistogramAggregation"
+        isinstance(getattr(view, "_aggregation", None), ExponentialBucketHistogramAggregation)
+        and fnmatch.filter(histograms, getattr(view, "_instrument_name", None) or "*")
         for view in views
     )
     if exponential and any(isinstance(reader, PrometheusMetricReader) for reader in readers):

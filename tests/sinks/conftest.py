@@ -248,19 +248,20 @@ FAULTY_TOTALS = {
     ("sdcwatch_check_duration_seconds_count", "check=nonfinite", "phase=screen"): 60,
     ("sdcwatch_check_duration_seconds_sum", "check=replay", "phase=replay"): 0.6,
     (
-        "sdcwatch_rank_state", "gpu=cpu-sim-node-1-1", "instance=i-0001", "node=node-1", "rank=3",
-        "state=suspect",
+        "sdcwatch_rank_state", "gpu=cpu-sim-node-1-1", "instance_id=i-0001", "node=node-1",
+        "rank=3", "state=suspect",
     ): 1,
     (
-        "sdcwatch_rank_evidence", "check=replay", "gpu=cpu-sim-node-1-1", "instance=i-0001",
+        "sdcwatch_rank_evidence", "check=replay", "gpu=cpu-sim-node-1-1", "instance_id=i-0001",
         "node=node-1", "rank=3", "result=bad",
     ): 2,
     (
-        "sdcwatch_rank_evidence", "check=fingerprint", "gpu=cpu-sim-node-1-1", "instance=i-0001",
+        "sdcwatch_rank_evidence", "check=fingerprint", "gpu=cpu-sim-node-1-1", "instance_id=i-0001",
         "node=node-1", "rank=3", "result=total",
     ): 4,
     (
-        "sdcwatch_rank_strikes", "gpu=cpu-sim-node-0-1", "instance=i-0000", "node=node-0", "rank=1",
+        "sdcwatch_rank_strikes", "gpu=cpu-sim-node-0-1", "instance_id=i-0000", "node=node-0",
+        "rank=1",
     ): 1,
     ("sdcwatch_guard_state", "state=finished"): 1,
     ("sdcwatch_guard_state", "state=tainted"): 0,

@@ -62,7 +62,9 @@ def test_logs_of_several_ranks_are_read_in_order_of_time(tmp_path, faulty_run):
 def test_only_the_wanted_kinds_are_written(tmp_path, faulty_run):
     write(tmp_path / "events.jsonl", faulty_run, kinds=("skip",))
 
-    kinds = {json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()}
+    kinds = {
+        json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()
+    }
     assert kinds == {"skip"}
 
 
