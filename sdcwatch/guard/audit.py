@@ -18,10 +18,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sdcwatch.checks.capture import MicroBatch
 from sdcwatch.checks.determinism import environment_facts
 from sdcwatch.checks.fingerprint import digest_tensor
-from sdcwatch.checks.payload import NotTransportable, PayloadDamaged, pack, unpack
+from sdcwatch.checks.payload import (
+    MicroBatch,
+    NotTransportable,
+    PayloadDamaged,
+    pack,
+    unpack,
+)
 from sdcwatch.checks.replay import ReplayResult
 from sdcwatch.core.blame import (
     AuditFacts,

@@ -178,7 +178,10 @@ class GlooExchange:
         tag = f"sdcwatch/{'-'.join(map(str, self._ranks[:1]))}/{_next_tag()}/"
         base = dist.distributed_c10d._get_default_store()
         self.rolls = RollCall(
-            dist.PrefixStore(tag, base), self.rank, self.world_size, deadline_seconds + 1.0
+            dist.distributed_c10d.PrefixStore(tag, base),
+            self.rank,
+            self.world_size,
+            deadline_seconds + 1.0,
         )
 
     def max_words(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import GradBucket
 
 from sdcwatch.checks.nonfinite import screen
 from sdcwatch.guard.exchange import all_reduce_async
@@ -51,7 +51,7 @@ class GradientScreen:
         self.aliased = aliased
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Screen, average over the ranks as DDP would, screen again."""
         self._on_bucket()
         buffer = bucket.buffer()
@@ -63,9 +63,10 @@ class GradientScreen:
         else:
             self._average(buffer, bucket)
             future = all_reduce_async(buffer, self._group)
-        return future.then(self._reduced)
+        screened: torch.futures.Future[torch.Tensor] = future.then(self._reduced)
+        return screened
 
-    def _average(self, buffer: torch.Tensor, bucket: dist.GradBucket) -> None:
+    def _average(self, buffer: torch.Tensor, bucket: GradBucket) -> None:
         # DDP multiplies by 1/W, but divides sparse gradients and those that already were views of
         # the bucket; the bits differ unless W is a power of two.
         if buffer.is_sparse:
@@ -87,14 +88,13 @@ class GradientScreen:
         return tensor
 
 
-def _elements(buffer: torch.Tensor, bucket: dist.GradBucket) -> int:
+def _elements(buffer: torch.Tensor, bucket: GradBucket) -> int:
     if buffer.is_sparse:
         return sum(p.numel() for p in bucket.parameters())
     return buffer.numel()
 
 
-def guard_hook(
-    state: GradientScreen, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def guard_hook(state: GradientScreen, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The function that DDP calls for each bucket."""
-    return state.reduce(bucket)
+    future: torch.futures.Future[torch.Tensor] = state.reduce(bucket)
+    return future

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from sdcwatch.checks.capture import MicroBatch
+from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.replay import ReplayResult
 from sdcwatch.core.nonfinite import (
     NonfiniteJudgement,
@@ -66,6 +66,9 @@ class NonfiniteInvestigation:
         rows = [json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), where)]
         counts = [row.pop("count") for row in rows]
         facts = [RankFinite(**row) for row in rows]
+        if not any(f.reduced or f.loss for f in facts):
+            # A local value that is not finite makes a reduced one so: here its sum overflowed.
+            facts = [replace(f, local=False) for f in facts]
         if self._limited(step):
             judgement = judge_nonfinite(facts, {}, self._topology)
             text = f"{judgement.reason} (not replayed: too many such steps in a row)"

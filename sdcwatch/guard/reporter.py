@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,9 @@ from typing import Protocol
 from sdcwatch.core.records import (
     Check,
     CheckpointEvent,
+    Comparison,
     Count,
+    Coverage,
     Durations,
     GuardState,
     Hang,
@@ -51,6 +53,16 @@ class Emitter(Protocol):
     def close(self, timeout_seconds: float | None = None) -> None:
         """Drain and let go within the budget."""
         ...
+
+
+class Answer(Protocol):
+    """What preflight came to."""
+
+    coverage: Coverage | None
+    reason: str
+    deterministic: bool
+    repeats: int
+    notes: tuple[str, ...]
 
 
 class Window:
@@ -149,6 +161,11 @@ class Reporter:
         if not isinstance(record, (Note, StateChanged)):
             self._write_summary()
 
+    def urgent(self, record: Record) -> None:
+        """Give out a record from another thread, past the window and the summary."""
+        self._sink.emit(record)
+        say(describe(record))
+
     def note_once(self, code: str, message: str, *, level: str = "warning") -> None:
         """Say something once per run."""
         if code not in self._said:
@@ -156,6 +173,42 @@ class Reporter:
             self.emit(
                 Note(step=self.step, time=time.time(), code=code, message=message, level=level)
             )
+
+    def enter(self, state: GuardState, reason: str) -> None:
+        """The guard goes into another state."""
+        self.emit(StateChanged(step=self.step, time=time.time(), state=state, reason=reason))
+
+    def arm(self, preflight: Answer, step: int, *, observing: bool) -> None:
+        """Preflight has an answer: say it, and go into the state that follows from it."""
+        coverage = preflight.coverage
+        assert coverage is not None
+        self.emit(
+            PreflightDone(
+                step=step,
+                time=time.time(),
+                coverage=coverage,
+                reason=preflight.reason,
+                deterministic_kernels=preflight.deterministic,
+                repeats=preflight.repeats,
+                notes=preflight.notes,
+            )
+        )
+        if coverage is not Coverage.FULL:
+            self.enter(GuardState.DEGRADED, f"audit coverage is {coverage.value}")
+        elif observing:
+            self.enter(GuardState.OBSERVING, "reporting only")
+        else:
+            self.enter(GuardState.ARMED, "every check is on")
+
+    def audited(
+        self, total: int, bad: Sequence[Comparison], seconds: Mapping[Phase, float]
+    ) -> None:
+        """Count an audit."""
+        self.window.comparisons += total
+        self.window.loss_mismatches += sum(not c.loss_equal for c in bad)
+        self.window.gradient_mismatches += sum(c.tensors_bad > 0 for c in bad)
+        for phase, spent in seconds.items():
+            self.spent(Check.REPLAY, phase, spent)
 
     def flush(self) -> None:
         """Emit the progress so far, if there is any."""
@@ -262,6 +315,3 @@ _LINES: dict[type[Record], Callable[..., str]] = {
 def announce(lines: Sequence[str]) -> None:
     """One line saying where each thing goes."""
     say("sdcwatch: " + "; ".join(lines))
-
-
-FINAL_STATES = frozenset({GuardState.FINISHED, GuardState.FAILED, GuardState.TAINTED})

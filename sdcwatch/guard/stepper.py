@@ -1,7 +1,8 @@
 """Makes `optimizer.step()` obey the decision: the update happens on every rank or on none.
 
 The decision is made at the end of the backward. Here it is only carried out: a skipped step runs
-with every gradient gone, so that weights and state stay bit for bit, and leaves the gradients zeroed.
+with every gradient gone, so that weights and state stay bit for bit, and leaves the gradients
+zeroed.
 """
 
 from __future__ import annotations
@@ -43,8 +44,6 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
 
 class _Session(Protocol):
     def update_is_skipped(self) -> bool: ...
-
-    def before_update(self) -> None: ...
 
     def after_update(self, *, skipped: bool) -> None: ...
 
@@ -109,7 +108,6 @@ class OptimizerHooks:
         return run
 
     def _apply(self) -> None:
-        self._session.before_update()
         if not self._session.update_is_skipped() or self._saved is not None:
             return
         saved = _Saved()

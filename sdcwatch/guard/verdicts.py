@@ -12,14 +12,8 @@ from sdcwatch.core.records import Action, Check, Outcome, Suspect, Verdict
 from sdcwatch.core.topology import Topology
 from sdcwatch.guard.audit import SHOWN, AuditResult
 
-NOT_FAILURES = frozenset(
-    {Outcome.PASS, Outcome.NONDETERMINISTIC, Outcome.VOID, Outcome.NOT_RUN, Outcome.WIDESPREAD}
-)
-"""Outcomes of check 2 after which the update goes ahead: no evidence that it is wrong.
-
-Widespread mismatches mean that this kind of computation does not give the same bits everywhere; a
-single device cannot do that.
-"""
+NOT_FAILURES = frozenset({Outcome.PASS, Outcome.NONDETERMINISTIC, Outcome.VOID, Outcome.NOT_RUN})
+"""Outcomes of check 2 after which the update goes ahead: no evidence that it is wrong."""
 
 
 class Verdicts:

@@ -1,0 +1,62 @@
+"""The two-word header: every operation of the guard begins with one MAX of (word, ~word).
+
+A word is (operation, step, code). MAX of a word and of its complement gives the largest and the
+smallest word of all ranks in one call; if they differ in operation or step, ranks are not at the
+same place, and everybody learns it together.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import IntEnum
+
+from sdcwatch.errors import Desync
+from sdcwatch.guard.exchange import Exchange
+
+_CODE_BITS = 8
+_STEP_BITS = 48
+
+
+class Operation(IntEnum):
+    """What a rank is about to do."""
+
+    STEP = 1
+    WEIGHTS = 2
+    SAVE = 3
+
+    @property
+    def words(self) -> str:
+        """As it reads in an error."""
+        return {1: "the end of the backward", 2: "the weight check", 3: "save_checkpoint"}[self]
+
+
+class Code(IntEnum):
+    """What a rank has to say at the end of its backward; the largest of all ranks counts."""
+
+    CLEAN = 0
+    NO_RECORD = 1
+    """The loop did not call guard.forward."""
+    SEEN = 2
+    """A non-finite value, or gradients that were not reduced."""
+
+
+def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) -> int:
+    """Meet all ranks at an operation of a step. Every rank calls it.
+
+    Returns:
+        The largest code of all ranks.
+
+    Raises:
+        Desync: Ranks are at different operations or steps; names who is where.
+        RankGone: A rank did not answer within the deadline.
+    """
+    where = f"{operation.words} of step {step}"
+    exchange.position(where)
+    word = (((operation << _STEP_BITS) | step) << _CODE_BITS) | code
+    top, complement = exchange.max_words((word, ~word), where)
+    bottom = ~complement
+    if top >> _CODE_BITS != bottom >> _CODE_BITS:
+        rows = exchange.gather(json.dumps(where).encode(), where)
+        raise Desync({rank: json.loads(row) for rank, row in enumerate(rows)})
+    exchange.position(f"in the training loop after {where}")
+    return top & ((1 << _CODE_BITS) - 1)

@@ -1,0 +1,123 @@
+"""The checkpoint gate: a checkpoint is saved only when every check stands behind it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from sdcwatch.core.gate import GateDecision
+from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason
+from sdcwatch.errors import ConfigurationError, SdcwatchError
+from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.reporter import Reporter
+
+SAVE_SECONDS = 3600.0
+"""How long the other ranks wait for one that saves."""
+
+
+class Checkpoints:
+    """Carries out the gate's decision on every rank, and remembers what is provisional."""
+
+    def __init__(self, exchange: Exchange, reporter: Reporter) -> None:
+        self._exchange, self._reporter = exchange, reporter
+        self._provisional: list[int] = []
+
+    def carry_out(
+        self,
+        step: int,
+        decision: GateDecision,
+        save: Callable[[], object],
+        on: Literal["rank0", "all"],
+    ) -> bool:
+        """Save or withhold. Every rank calls it with the same decision.
+
+        Returns:
+            Whether the checkpoint was saved.
+
+        Raises:
+            Exception: What `save` raised, on the rank where it did.
+            SdcwatchError: `save` raised on another rank.
+        """
+        if not decision.save:
+            self.withhold(step, decision.reason, decision.detail, decision.audit_age)
+            return False
+        error: Exception | None = None
+        if on == "all" or self._exchange.rank == 0:
+            try:
+                save()
+            except Exception as raised:
+                error = raised
+        where = f"the end of save_checkpoint of step {step}"
+        failed = self._exchange.max_words(
+            (int(error is not None),), where, deadline_seconds=SAVE_SECONDS
+        )[0]
+        if failed:
+            self._failed(step, decision, error, where)
+        self._emit(step, decision.result, decision.reason, decision.detail, decision.audit_age)
+        if decision.result is CheckpointResult.PROVISIONAL:
+            self._provisional.append(step)
+        return True
+
+    def withhold(self, step: int, reason: GateReason, detail: str, audit_age: int | None) -> None:
+        """Say that a checkpoint was withheld."""
+        self._emit(step, CheckpointResult.WITHHELD, reason, detail, audit_age)
+
+    def confirm(self, step: int) -> None:
+        """A clean audit confirms what was provisional."""
+        confirmed, self._provisional = self._provisional, []
+        for saved in confirmed:
+            self._reporter.emit(
+                CheckpointEvent(
+                    step=saved,
+                    time=time.time(),
+                    result=CheckpointResult.CONFIRMED,
+                    reason=GateReason.OK,
+                    detail=f"the audit of step {step} was clean",
+                    audit_age=0,
+                )
+            )
+
+    def _failed(
+        self, step: int, decision: GateDecision, error: Exception | None, where: str
+    ) -> None:
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        rows = [json.loads(r) for r in self._exchange.gather(json.dumps(text).encode(), where)]
+        said = {rank: row for rank, row in enumerate(rows) if row}
+        detail = "; ".join(f"save raised on rank {r}: {t}" for r, t in said.items())
+        self._emit(step, CheckpointResult.FAILED, GateReason.SAVE_ERROR, detail, decision.audit_age)
+        if error is not None:
+            raise error
+        msg = f"Expected the checkpoint of step {step} to be saved, but {detail}. See its log."
+        raise SdcwatchError(msg)
+
+    def _emit(
+        self,
+        step: int,
+        result: CheckpointResult,
+        reason: GateReason,
+        detail: str,
+        audit_age: int | None,
+    ) -> None:
+        self._reporter.emit(
+            CheckpointEvent(
+                step=step,
+                time=time.time(),
+                result=result,
+                reason=reason,
+                detail=detail,
+                audit_age=audit_age,
+            )
+        )
+
+
+def require_place(on: str) -> None:
+    """Check where a checkpoint is to be saved.
+
+    Raises:
+        ConfigurationError: Neither "rank0" nor "all".
+    """
+    if on not in ("rank0", "all"):
+        msg = f'Expected `on` to be "rank0" or "all", but got {on!r}. Pass one of them.'
+        raise ConfigurationError(msg)

@@ -1,0 +1,156 @@
+"""Who this rank is, and what it guards: checked before anything is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from sdcwatch.config import GuardConfig, LauncherEnvironment
+from sdcwatch.core.topology import RankInfo
+from sdcwatch.errors import ConfigurationError
+from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.stepper import unwrap
+
+
+def bare_module(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside DDP and torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod") and isinstance(model._orig_mod, torch.nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper, also around or inside torch.compile; None if there is none."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def require_guardable(
+    model: torch.nn.Module, optimizer: Any, loss_fn: Callable[..., Any], config: GuardConfig
+) -> tuple[DistributedDataParallel | None, torch.optim.Optimizer]:
+    """Check what `sdcwatch.init` was given.
+
+    Returns:
+        The DDP wrapper or None, and the innermost optimizer.
+
+    Raises:
+        ConfigurationError: Something cannot be guarded; the message says what to do.
+    """
+    if not isinstance(model, torch.nn.Module):
+        msg = (
+            f"Expected `model` to be a torch.nn.Module, but got {type(model)}. Pass the DDP model."
+        )
+        raise ConfigurationError(msg)
+    if not callable(loss_fn):
+        msg = (
+            f"Expected `loss_fn` to be callable as loss_fn(model, batch), but got {type(loss_fn)}. "
+            "Pass the function that computes the loss."
+        )
+        raise ConfigurationError(msg)
+    ddp = find_ddp(model)
+    if ddp is None and config.audit_every is not None:
+        msg = (
+            "Expected `model` to be a DistributedDataParallel model, because audits are on, but "
+            f"got {type(model).__name__}. Wrap it in DDP, or pass audit_every=None."
+        )
+        raise ConfigurationError(msg)
+    if ddp is not None and has_comm_hook(ddp):
+        msg = (
+            "Expected a DDP model without a communication hook, but got one that has one. Pass it "
+            "as sdcwatch.init(..., comm_hook=(state, hook)) instead of registering it."
+        )
+        raise ConfigurationError(msg)
+    inner = unwrap(optimizer)
+    ours = {id(p) for p in bare_module(model).parameters()}
+    theirs = [p for group in inner.param_groups for p in group["params"]]
+    if not any(id(p) in ours for p in theirs):
+        msg = (
+            "Expected `optimizer` to update parameters of `model`, but got one that holds none of "
+            "them. Build it from model.parameters()."
+        )
+        raise ConfigurationError(msg)
+    return ddp, inner
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook is registered already."""
+    return bool(getattr(ddp, "_comm_hooks", None))
+
+
+def make_run_dir(config: GuardConfig, run: str) -> Path:
+    """The run's directory, made and found writable.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    path = Path(config.run_dir) if config.run_dir is not None else Path("sdcwatch-runs") / run
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write-test-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        msg = (
+            f"Expected `run_dir` to be writable, but got {error.strerror} for {path}. Pass a "
+            "directory that every rank's user may write."
+        )
+        raise ConfigurationError(msg) from error
+    return path
+
+
+def run_name(config: GuardConfig, environment: LauncherEnvironment) -> str:
+    """Name of the run: configured, else the launcher's, else the start time."""
+    return config.run or environment.run or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime())
+
+
+def agree_on_run(exchange: Exchange, name: str) -> str:
+    """The leader's name of the run: start times differ between ranks. Every rank calls it."""
+    return exchange.gather(name.encode(), "the name of the run")[0].decode()
+
+
+def own_identity(
+    exchange: Exchange, config: GuardConfig, environment: LauncherEnvironment, device: torch.device
+) -> RankInfo:
+    """The identity of this rank."""
+    host = socket.gethostname()
+    node = config.node or host
+    index, uuid = _gpu(device)
+    return RankInfo(
+        rank=exchange.rank,
+        node=node,
+        host=host,
+        local_rank=environment.local_rank,
+        pid=os.getpid(),
+        instance_id=config.instance_id or node,
+        gpu_index=index,
+        gpu_uuid=config.gpu_uuid or uuid,
+    )
+
+
+def _gpu(device: torch.device) -> tuple[int | None, str | None]:
+    if device.type != "cuda":
+        return None, None
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return index, None if uuid is None else f"GPU-{uuid}"
+
+
+def gather_ranks(exchange: Exchange, own: RankInfo) -> tuple[RankInfo, ...]:
+    """The identity of every rank. Every rank calls it."""
+    rows = exchange.gather(json.dumps(asdict(own)).encode(), "the gathering of the topology")
+    return tuple(RankInfo(**json.loads(row)) for row in rows)

@@ -1,0 +1,80 @@
+"""What this rank saw in its own step: read off the device once, at the end of the backward."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sdcwatch.checks.nonfinite import confirm_nonfinite
+from sdcwatch.checks.payload import join, join_losses
+from sdcwatch.core.nonfinite import RankFinite
+from sdcwatch.guard.assembly import Guarded, Parts
+from sdcwatch.guard.audit import OwnStep
+from sdcwatch.guard.window import StepWindow
+
+
+def aliased_gradients(guarded: Guarded) -> frozenset[int]:
+    """Parameters whose gradient is a view of a bucket already; DDP averages those by division."""
+    ddp = guarded.ddp
+    if ddp is None or not ddp.gradient_as_bucket_view:
+        return frozenset()
+    return frozenset(id(p) for _, p in guarded.named if p.grad is not None)
+
+
+def observe(parts: Parts, window: StepWindow) -> tuple[RankFinite, float | None]:
+    """The step's one read of the device: loss, local and reduced screens.
+
+    Returns:
+        What this rank saw, `weights` not looked at, and the last finite or non-finite loss.
+    """
+    screen, guarded = parts.screen, parts.guarded
+    losses = [f.value.reshape(()).float() for f in window.finished_forwards]
+    if guarded.ddp is None:
+        local = reduced = [g.sum().float() for g in _gradients(guarded)]
+        elements = expected = 0
+    else:
+        local, reduced = screen.local, screen.reduced
+        elements, expected = screen.elements, _expected_elements(guarded)
+    values = torch.stack([*losses, *local, *reduced]).tolist() if losses or local else []
+    n, m = len(losses), len(losses) + len(local)
+    seen_local, seen_reduced = (not all(map(math.isfinite, v)) for v in (values[n:m], values[m:]))
+    if seen_reduced:  # the sum of finite numbers may overflow
+        seen_reduced = any(confirm_nonfinite(g) for g in _gradients(guarded))
+    own = RankFinite(
+        rank=parts.exchange.rank,
+        local=seen_local,
+        reduced=seen_reduced,
+        loss=not all(map(math.isfinite, values[:n])),
+        weights=False,
+        buckets_reduced=elements,
+        buckets_expected=expected,
+    )
+    return own, values[n - 1] if n else parts.reporter.loss
+
+
+def _gradients(guarded: Guarded) -> list[torch.Tensor]:
+    return [p.grad for _, p in guarded.named if p.grad is not None]
+
+
+def _expected_elements(guarded: Guarded) -> int:
+    ignored = getattr(guarded.ddp, "parameters_to_ignore", ())
+    return sum(p.numel() for n, p in guarded.named if p.requires_grad and n not in ignored)
+
+
+def weights_nonfinite(guarded: Guarded) -> bool:
+    """Whether a weight is not finite; exact, only asked when something was seen."""
+    return any(confirm_nonfinite(p.detach()) for _, p in guarded.named)
+
+
+def own_step(parts: Parts, window: StepWindow) -> OwnStep | None:
+    """What was captured of the synchronising backward; None if it cannot be replayed."""
+    captured = [
+        f.pending.finish() for f in window.finished_forwards if f.synchronises and f.pending.audit
+    ]
+    if not captured or any(c.loss is None or c.gradients is None for c in captured):
+        return None
+    losses = [c.loss for c in captured if c.loss is not None]
+    return OwnStep(
+        join([c.micro_batch for c in captured]), join_losses(losses), captured[-1].gradients
+    )

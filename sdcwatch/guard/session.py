@@ -1,0 +1,211 @@
+"""What a training script calls: `init` and `Guard`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from sdcwatch.core.gate import GateFacts, judge_checkpoint
+from sdcwatch.core.records import Check, Coverage, GuardState, RunFinished, Verdict
+from sdcwatch.errors import SdcwatchError
+from sdcwatch.guard.agreement import Operation, agree
+from sdcwatch.guard.assembly import assemble
+from sdcwatch.guard.checkpoints import require_place
+from sdcwatch.guard.replicas import Replicas
+from sdcwatch.guard.step import Steps
+from sdcwatch.guard.stepper import OptimizerHooks
+
+
+def init(
+    model: torch.nn.Module,
+    optimizer: Any,
+    loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
+    **options: Any,
+) -> Guard:
+    """Guard a training run. Every rank must call it, at the same point, with the same options.
+
+    Args:
+        model: The `DistributedDataParallel` model, as the loop calls it.
+        optimizer: The optimizer that updates it; wrappers are looked through.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar tensor. It is called again with the bare
+            module when a micro-batch is replayed, on another rank.
+        **options: Fields of `sdcwatch.GuardConfig`; those not given are read from ``SDCWATCH_*``.
+            ``sinks=`` takes further sinks.
+
+    Returns:
+        The guard, which is also a context manager.
+
+    Raises:
+        ConfigurationError: An argument cannot work; says what was expected, what came, what to do.
+        SchemaMismatch: Ranks hold different models.
+        CorruptionDetected: The replicas already differ, before the first step.
+        RankGone: A rank did not call it within the deadline.
+
+    Example:
+        >>> guard = sdcwatch.init(ddp_model, optimizer, loss_fn, audit_every=100)  # doctest: +SKIP
+        >>> loss = guard.forward(batch)  # doctest: +SKIP
+    """
+    return Guard(model, optimizer, loss_fn, **options)
+
+
+class Guard:
+    """Guards one run; made by `sdcwatch.init`. Use it as a context manager or call `close`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
+        **options: Any,
+    ) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._closed = False
+        self._parts = assemble(model, optimizer, loss_fn, options, self._bucket_arrived)
+        self._replicas = Replicas(self._parts)
+        self._steps = Steps(self._parts, self._replicas)
+        self._hooks = OptimizerHooks(self._parts.guarded.optimizer, self._steps)
+        try:
+            self._replicas.check(self._steps.step)
+        except BaseException as error:
+            self._close(error)
+            raise
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Compute the loss of a micro-batch and remember it, so that another rank can replay it.
+
+        Every rank calls it once per micro-batch. With gradients disabled it only calls `loss_fn`.
+
+        Args:
+            batch: Passed to ``loss_fn(model, batch)``: any pytree of tensors and plain values.
+
+        Returns:
+            The scalar loss.
+
+        Raises:
+            ConfigurationError: `loss_fn` did not return a scalar tensor.
+            CorruptionDetected: Too many updates in a row were skipped.
+        """
+        self._require_open()
+        if not torch.is_grad_enabled():
+            return self._loss_fn(self._model, batch)
+        return self._steps.forward(batch)
+
+    def save_checkpoint(
+        self, save: Callable[[], object], on: Literal["rank0", "all"] = "rank0"
+    ) -> bool:
+        """Save a checkpoint if every check stands behind it. Every rank must call it.
+
+        Args:
+            save: Writes the checkpoint; called on rank 0, or on all ranks.
+            on: "rank0", or "all" for sharded and DCP saves.
+
+        Returns:
+            Whether it was saved, the same on every rank. The reason is in the event log.
+
+        Raises:
+            RankGone: Some rank did not call it within the deadline.
+            Desync: Ranks called it at different steps.
+            CorruptionDetected: The replicas differ.
+            Exception: What `save` raised, on its rank; `SdcwatchError` on the others.
+        """
+        require_place(on)
+        self._require_open()
+        self._steps.settle()
+        step = self._steps.step
+        self._parts.reporter.flush()
+        agree(self._parts.exchange, Operation.SAVE, step)
+        if self._replicas.tainted is None and self._replicas.passed_at != step:
+            self._replicas.check(step)
+        return self._parts.checkpoints.carry_out(
+            step, judge_checkpoint(self._gate_facts(step)), save, on
+        )
+
+    @property
+    def last_verdict(self) -> Verdict | None:
+        """The latest verdict that was not a pass; None while every check has passed."""
+        return self._replicas.tainted or self._steps.last_verdict
+
+    @property
+    def step(self) -> int:
+        """The current step, counted from 1, skipped ones included; before the first, start_step."""
+        return self._steps.step
+
+    def close(self) -> None:
+        """End the guarded run: settle the last step, write the summary, close the sinks.
+
+        Every rank calls it; it makes no collective. May be called again.
+        """
+        self._close(None)
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close(error)
+
+    def _bucket_arrived(self) -> None:
+        if not self._closed:
+            self._steps.bucket_arrived()
+
+    def _gate_facts(self, step: int) -> GateFacts:
+        verdict, config, parts = self._steps.last_verdict, self._parts.config, self._parts
+        failed = verdict.check if verdict and verdict.step == step and verdict.failed else None
+        on_schedule = config.checkpoint_every is not None and step % config.checkpoint_every == 0
+        return GateFacts(
+            step=step,
+            tainted=self._replicas.tainted is not None,
+            nonfinite_passed=failed is not Check.NONFINITE,
+            replay_failed=failed is Check.REPLAY,
+            fingerprint_passed=self._replicas.passed_at == step,
+            last_clean_audit_step=self._steps.last_clean_audit,
+            audit_age_limit=0 if on_schedule else config.audit_age_limit,
+            preflighted=self._steps.armed,
+            audits_on=parts.preflight.coverage is not Coverage.OFF,
+        )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            msg = "Expected an open guard, but got a closed one. Call sdcwatch.init() again."
+            raise SdcwatchError(msg)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        try:
+            if error is None:
+                self._steps.settle()
+        finally:
+            self._closed = True
+            self._steps.abandon()
+            self._hooks.remove()
+            self._leave(self._finished(error))
+
+    def _leave(self, finished: RunFinished) -> None:
+        parts = self._parts
+        parts.exchange.leave(f"{finished.reason} after step {finished.step}")
+        if parts.watchdog is not None:
+            parts.watchdog.close()
+        parts.reporter.emit(finished)
+        parts.reporter.close()
+        parts.exchange.close()
+
+    def _finished(self, error: BaseException | None) -> RunFinished:
+        code, state, reason = 0, GuardState.FINISHED, "the run ended"
+        if error is not None:
+            code, state = getattr(error, "exit_code", 1), GuardState.FAILED
+            reason = f"the run ended with {type(error).__name__}"
+        if self._replicas.tainted is not None:
+            state = GuardState.TAINTED
+            reason = f"the run was tainted at step {self._replicas.tainted.step}"
+        return RunFinished(
+            step=self._steps.step, time=time.time(), state=state, reason=reason, exit_code=code
+        )

@@ -1,0 +1,371 @@
+"""One training step in order: what runs at the end of the backward, and around the update.
+
+Everything that decides runs at the end of the synchronising backward, in a callback of the autograd
+engine that queues itself once more so as to run behind DDP's own. There the reduced gradients are
+final, every rank is at the same place, and an exception leaves ``loss.backward()`` with its type.
+`optimizer.step()` only carries the decision out: it is the one call that does not happen when it
+matters.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sdcwatch.core.nonfinite import RankFinite
+from sdcwatch.core.records import (
+    Action,
+    Check,
+    Coverage,
+    GuardState,
+    Outcome,
+    Phase,
+    SkipReason,
+    UpdateSkipped,
+    Verdict,
+)
+from sdcwatch.core.schedule import audit_due
+from sdcwatch.errors import ConfigurationError, CorruptionDetected
+from sdcwatch.guard.agreement import Code, Operation, agree
+from sdcwatch.guard.assembly import Parts
+from sdcwatch.guard.audit import AuditResult, OwnStep
+from sdcwatch.guard.observe import aliased_gradients, observe, own_step, weights_nonfinite
+from sdcwatch.guard.replicas import Replicas
+from sdcwatch.guard.window import Decision, Forward, StepWindow
+
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+class Steps:
+    """The state of a guarded loop from step to step.
+
+    Attributes:
+        step: Current step; before the first, the one resumed from.
+        last_verdict: Latest verdict that was not a pass.
+        last_clean_audit: Step of the latest clean audit.
+        armed: Preflight has ended.
+    """
+
+    def __init__(self, parts: Parts, replicas: Replicas) -> None:
+        self._parts, self._replicas = parts, replicas
+        self.step = parts.config.start_step
+        self.last_verdict: Verdict | None = None
+        self.last_clean_audit: int | None = None
+        self.armed = False
+        self._window: StepWindow | None = None
+        self._queued = False
+        self._postponed = False
+        self._skips_in_a_row = 0
+        if parts.audits_off:
+            parts.preflight.decide(Coverage.OFF, parts.audits_off)
+            self._arm()
+        else:
+            parts.reporter.enter(
+                GuardState.PREFLIGHT, "the first steps are checked against themselves"
+            )
+
+    # --- the forward ---
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Compute the loss of one micro-batch and remember how."""
+        parts = self._parts
+        guarded = parts.guarded
+        window = self._open()
+        window.drop_abandoned()
+        synchronises = guarded.ddp is None or bool(guarded.ddp.require_backward_grad_sync)
+        audit = synchronises and self._wants_audit(window.step)
+        if audit and parts.preflight.deterministic:
+            parts.switches.apply()
+        self._enter_danger(window.step)
+        try:
+            with parts.reporter.timed(Check.REPLAY, Phase.CAPTURE):
+                pending = parts.capture.begin(batch, audit=audit)
+            loss = guarded.loss_fn(guarded.model, batch)
+            require_scalar(loss)
+            pending.attach_loss(loss, lambda _: self._backward_begins() if synchronises else None)
+        except BaseException:
+            self.abandon()
+            raise
+        if pending.problem:
+            parts.reporter.note_once("not_transportable", pending.problem)
+        if pending.changed_in_place:
+            text = "loss_fn changes its batch in place; audits use the copy taken before"
+            parts.reporter.note_once("batch_changed", text)
+        window.forwards.append(Forward(pending, weakref.ref(loss), loss.detach(), synchronises))
+        return loss
+
+    def _open(self) -> StepWindow:
+        if self._window is not None and self._window.decision is not None:
+            self.settle()
+        elif self._queued:  # the last backward died on its way
+            self.abandon()
+        if self._window is None:
+            self.step += 1
+            self._parts.reporter.step = self.step
+            self._window = StepWindow(self.step)
+        return self._window
+
+    def _wants_audit(self, step: int) -> bool:
+        preflight, config = self._parts.preflight, self._parts.config
+        if preflight.coverage is None:
+            return True
+        if preflight.coverage is Coverage.OFF:
+            return False
+        return self._postponed or audit_due(
+            step, audit_every=config.audit_every, checkpoint_every=config.checkpoint_every
+        )
+
+    # --- the backward ---
+
+    def bucket_arrived(self) -> None:
+        """DDP reduces a bucket: begins the backward if the loop did not call guard.forward."""
+        if not self._queued and torch._C._current_graph_task_id() != -1:
+            self._open()
+            self._backward_begins()
+
+    def _backward_begins(self) -> None:
+        if self._queued:
+            return
+        self._queued = True
+        self._parts.screen.begin(aliased_gradients(self._parts.guarded))
+        # Queued twice, so as to run behind the finalisation that DDP queues.
+        _ENGINE.queue_callback(lambda: _ENGINE.queue_callback(self._backward_ended))
+
+    def _backward_ended(self) -> None:
+        window = self._window
+        if window is None or not self._queued:
+            return
+        try:
+            self._decide(window)
+        finally:
+            self._clear()
+
+    def _decide(self, window: StepWindow) -> None:
+        parts, reporter = self._parts, self._parts.reporter
+        with reporter.timed(Check.NONFINITE, Phase.SCREEN):
+            own, reporter.loss = observe(parts, window)
+        seen = own.local or own.reduced or own.loss or own.buckets_reduced < own.buckets_expected
+        code = Code.SEEN if seen else Code.CLEAN if window.finished_forwards else Code.NO_RECORD
+        with reporter.timed(Check.NONFINITE, Phase.AGREE):
+            agreed = agree(parts.exchange, Operation.STEP, window.step, code)
+        window.decision = Decision()
+        if agreed == Code.SEEN:
+            window.decision = self._nonfinite(window, own)
+        if window.decision.verdict is None:
+            reporter.passed(Check.NONFINITE)
+            if self._wants_audit(window.step):
+                window.decision = self._replay(window, recorded=agreed == Code.CLEAN)
+        self._carry_out(window.decision)
+
+    def _nonfinite(self, window: StepWindow, own: RankFinite) -> Decision:
+        parts = self._parts
+        self._postponed = self._postponed or self._wants_audit(window.step)
+        parts.reporter.flush()
+        with parts.reporter.timed(Check.NONFINITE, Phase.REPLAY):
+            captured = [f.pending.finish().micro_batch for f in window.finished_forwards]
+            own = replace(own, weights=weights_nonfinite(parts.guarded))
+            judgement = parts.investigation.run(window.step, own, captured)
+        if judgement.outcome is Outcome.PASS:  # the screen's sum overflowed; every value is finite
+            return Decision()
+        return self._failed(parts.verdicts.nonfinite(window.step, judgement))
+
+    def _replay(self, window: StepWindow, *, recorded: bool) -> Decision:
+        parts, step = self._parts, window.step
+        own = own_step(parts, window) if recorded else None
+        if own is None:
+            self._postponed = True
+            reason = "guard.forward was not called once on every rank in this step"
+            return self._say(parts.verdicts.not_run(step, reason))
+        self._replicas.loss_gradient = own.micro_batch.loss_gradient
+        parts.reporter.flush()
+        where = f"the weights before the audit of step {step}"
+        with parts.reporter.timed(Check.REPLAY, Phase.DIGEST):
+            equal = parts.weights.equal(where)
+        if not equal:
+            reason = "the replicas already differ, so no comparison means anything"
+            decision = self._say(parts.verdicts.not_run(step, reason, outcome=Outcome.VOID))
+            self._replicas.differ(step)
+            return decision
+        if parts.preflight.coverage is None:
+            with parts.reporter.timed(Check.REPLAY, Phase.REPLAY):
+                go_on = parts.preflight.run(step, own)
+            if not go_on:
+                if parts.preflight.coverage is not None:
+                    self._arm()
+                return Decision(audited=True)
+        return self._audit(step, own)
+
+    def _audit(self, step: int, own: OwnStep) -> Decision:
+        parts, preflight = self._parts, self._parts.preflight
+        self._postponed = False
+        if preflight.coverage is Coverage.LOSS_ONLY:
+            own = replace(own, gradients=None)
+        result = parts.audit.run(step, own)
+        parts.reporter.audited(result.total, result.comparisons, result.seconds)
+        outcome = result.judgement.outcome
+        if not self.armed:
+            if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC):
+                preflight.decide(*ring_coverage(result))
+                self._arm()
+                return Decision(audited=True)
+            self._arm()
+        if outcome is Outcome.PASS:
+            self._clean_audit(step)
+            return Decision(audited=True)
+        verdict = parts.verdicts.replay(step, result)
+        if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC):
+            self._ask_again(verdict)
+        self._postponed = outcome is Outcome.NOT_RUN
+        decision = self._failed(verdict) if verdict.failed else self._say(verdict)
+        return replace(decision, audited=True)
+
+    def _clean_audit(self, step: int) -> None:
+        reporter = self._parts.reporter
+        reporter.passed(Check.REPLAY)
+        self.last_clean_audit = step
+        reporter.last_clean_audit = (step, time.time())
+        reporter.audited_ranks = self._parts.exchange.world_size
+        reporter.steps_at_risk = 0
+        self._parts.checkpoints.confirm(step)
+
+    def _arm(self) -> None:
+        """Preflight has an answer."""
+        self.armed = True
+        self._parts.reporter.arm(
+            self._parts.preflight, self.step, observing=self._parts.config.mode == "observe"
+        )
+
+    def _ask_again(self, verdict: Verdict) -> None:
+        """The computation does not repeat after all: nobody is blamed until the next preflight."""
+        self.armed = False
+        self._parts.audit.forget_strikes()
+        self._parts.preflight.restart()
+        self._parts.reporter.enter(GuardState.PREFLIGHT, verdict.reason)
+
+    def _failed(self, verdict: Verdict) -> Decision:
+        """Check 1 or 2 failed: skip, stop, or only say so."""
+        config = self._parts.config
+        if config.mode == "observe":
+            return self._say(verdict)
+        if config.on_failure == "stop" and not Decision(verdict=verdict).scaling:
+            verdict = replace(verdict, action=Action.STOP)
+        return replace(self._say(verdict), skip=True)
+
+    def _say(self, verdict: Verdict) -> Decision:
+        self.last_verdict = verdict
+        self._parts.reporter.emit(verdict)
+        return Decision(verdict=verdict)
+
+    def _carry_out(self, decision: Decision) -> None:
+        verdict = decision.verdict
+        if verdict is None or not decision.skip:
+            return
+        if verdict.check is Check.NONFINITE:
+            # So that every scaler and finite test of the user's acts alike on all ranks.
+            for group in self._parts.guarded.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.detach().fill_(float("nan"))
+        if verdict.action is Action.STOP:
+            raise CorruptionDetected(verdict)
+
+    # --- the update: called by the optimizer hooks ---
+
+    def update_is_skipped(self) -> bool:
+        """Whether the decision of this step forbids the update."""
+        window = self._window
+        return window is not None and window.decision is not None and window.decision.skip
+
+    def after_update(self, *, skipped: bool) -> None:
+        """The optimizer has stepped, or was made to skip. Check 3 runs here when it is due."""
+        window = self._window
+        if window is None or window.decision is None or window.updated:
+            return
+        window.updated = True
+        if skipped:
+            self._skipped(window.decision)
+            return
+        self._skips_in_a_row = 0
+        self._parts.reporter.steps_at_risk += 1
+        self._replicas.after_update(window.step)
+
+    def settle(self) -> None:
+        """The step is over, whether the optimizer stepped or not."""
+        window, self._window = self._window, None
+        if window is None or window.decision is None:
+            return
+        try:
+            if not window.updated:  # GradScaler and `continue` never call optimizer.step()
+                self._skipped(window.decision)
+        finally:
+            seconds = time.perf_counter() - window.started
+            self._parts.reporter.stepped(seconds, audit=window.decision.audited)
+
+    def _skipped(self, decision: Decision) -> None:
+        config, verdict = self._parts.config, decision.verdict
+        if verdict is None or not decision.skip:
+            reason = SkipReason.NOT_STEPPED
+        elif verdict.check is Check.REPLAY:
+            reason = SkipReason.REPLAY
+        else:
+            reason = SkipReason.SCALER if decision.scaling else SkipReason.NONFINITE
+        if reason in (SkipReason.NONFINITE, SkipReason.REPLAY):
+            self._skips_in_a_row += 1
+        self._parts.reporter.emit(
+            UpdateSkipped(
+                step=self.step,
+                time=time.time(),
+                reason=reason,
+                consecutive=max(1, self._skips_in_a_row),
+            )
+        )
+        if verdict is not None and self._skips_in_a_row > config.max_consecutive_skips:
+            raise CorruptionDetected(replace(verdict, action=Action.STOP))
+
+    # --- leaving ---
+
+    def abandon(self) -> None:
+        """Leave nothing behind of a step that ended in an exception."""
+        self._clear()
+        if self._window is not None:
+            self._window.forwards.clear()
+
+    def _clear(self) -> None:
+        self._queued = False
+        self._parts.switches.restore()
+        self._parts.capture.abort()
+        if self._parts.watchdog is not None:
+            self._parts.watchdog.leave_danger()
+
+    def _enter_danger(self, step: int) -> None:
+        self._parts.exchange.position(f"in step {step}")
+        if self._parts.watchdog is not None:
+            self._parts.watchdog.enter(step)
+
+
+def ring_coverage(result: AuditResult) -> tuple[Coverage, str]:
+    """What is left to compare if ranks do not even agree in the first audit."""
+    losses = all(c.loss_equal for c in result.comparisons)
+    said = "; ".join((result.judgement.reason, *result.notes))
+    coverage = Coverage.LOSS_ONLY if losses else Coverage.OFF
+    return coverage, f"ranks do not compute the same bits: {said}"
+
+
+def require_scalar(loss: object) -> None:
+    """Check what `loss_fn` returned.
+
+    Raises:
+        ConfigurationError: It is no scalar tensor.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else str(type(loss))
+    msg = (
+        f"Expected `loss_fn` to return a scalar tensor, but got {got}. Reduce the loss to one "
+        "number, for instance with .mean()."
+    )
+    raise ConfigurationError(msg)

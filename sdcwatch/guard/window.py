@@ -1,0 +1,86 @@
+"""One optimizer step of the guard: the micro-batches in it and what became of it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from sdcwatch.checks.capture import Pending
+from sdcwatch.core.records import Cause, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks agreed on at the end of the synchronising backward.
+
+    Attributes:
+        skip: No update on any rank.
+        verdict: The verdict behind it, if a check failed.
+        audited: An audit or a preflight step was made.
+    """
+
+    skip: bool = False
+    verdict: Verdict | None = None
+    audited: bool = False
+
+    @property
+    def scaling(self) -> bool:
+        """The loss scale overflowed: the scaler skips the step by itself, and rightly."""
+        return self.verdict is not None and self.verdict.cause is Cause.SCALING
+
+
+@dataclass(slots=True)
+class Forward:
+    """One forward of this rank.
+
+    Attributes:
+        pending: What was captured of it.
+        loss: Its loss, while somebody holds it.
+        value: Its loss's value, detached, on its device.
+        synchronises: DDP will reduce gradients in its backward.
+    """
+
+    pending: Pending
+    loss: weakref.ref[torch.Tensor]
+    value: torch.Tensor
+    synchronises: bool
+
+    @property
+    def abandoned(self) -> bool:
+        """Its backward never ran and never will."""
+        return self.pending.backwards == 0 and self.loss() is None
+
+
+@dataclass(slots=True)
+class StepWindow:
+    """Everything between one update and the next.
+
+    Attributes:
+        step: Its number.
+        forwards: Its micro-batches in order.
+        decision: None until the synchronising backward has ended.
+        updated: The optimizer has stepped, or was made to skip.
+        weights_checked: Check 3 ran after the update of this step and passed.
+        started: When it began, in seconds of `time.perf_counter`.
+    """
+
+    step: int
+    forwards: list[Forward] = field(default_factory=list)
+    decision: Decision | None = None
+    updated: bool = False
+    weights_checked: bool = False
+    started: float = field(default_factory=time.perf_counter)
+
+    def drop_abandoned(self) -> None:
+        """Forget forwards without a backward: an evaluation, or a step that was given up."""
+        for forward in [f for f in self.forwards if f.abandoned]:
+            forward.pending.abort()
+            self.forwards.remove(forward)
+
+    @property
+    def finished_forwards(self) -> list[Forward]:
+        """Forwards whose backward has run."""
+        return [f for f in self.forwards if f.pending.backwards > 0]
