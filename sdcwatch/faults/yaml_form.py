@@ -52,5 +52,6 @@ def parse_plan(text: str) -> FaultPlan:
 
 def dump_plan(plan: FaultPlan) -> str:
     """A fault plan as YAML text; `parse_plan` is the inverse."""
-    text: str = yaml.safe_dump(plan.to_dict(), sort_keys=False, allow_unicode=True)
+    # non-ASCII text is escaped: PyYAML folds some of it, U+0085 for one, if it may write it plainly
+    text: str = yaml.safe_dump(plan.to_dict(), sort_keys=False)
     return text
