@@ -1,0 +1,124 @@
+import itertools
+
+import pytest
+
+from sdcwatch.core.majority import judge_fingerprints
+from sdcwatch.core.records import Outcome
+
+NAMES = ("wte.weight", "head.weight")
+GOOD = ((1, 2), (3, 4))
+
+
+def replicas(world, **bad):
+    """Tables of `world` ranks; ``bad={"r3": ((9, 9), (3, 4))}`` replaces one."""
+    return [bad.get(f"r{rank}", GOOD) for rank in range(world)]
+
+
+def test_equal_replicas_pass_even_if_the_scales_differ():
+    assert judge_fingerprints(NAMES, replicas(6)).outcome is Outcome.PASS
+    assert judge_fingerprints(NAMES, replicas(2), (1.0, 2.0)).outcome is Outcome.PASS
+    assert judge_fingerprints(NAMES, replicas(1)).outcome is Outcome.PASS
+    assert judge_fingerprints((), [(), ()]).outcome is Outcome.PASS
+
+
+def test_a_rank_that_dissents_from_the_majority_is_named_with_its_tensor():
+    judgement = judge_fingerprints(NAMES, replicas(6, r3=((1, 2), (3, 2**64 - 1))))
+    assert judgement.outcome is Outcome.SUSPECT
+    assert judgement.named == {3: ("head.weight",)}
+    assert judgement.reason == (
+        "rank 3 dissents from the majority of 6 on 1 of 2 tensors (head.weight)"
+    )
+    (disagreement,) = judgement.disagreements
+    assert disagreement.tensor == "head.weight"
+    assert disagreement.dissenters == (3,)
+    assert disagreement.groups == ((0, 1, 2, 4, 5), (3,))
+    assert disagreement.fingerprints == (
+        "0000000000000003:0000000000000004",
+        "0000000000000003:ffffffffffffffff",
+    )
+
+
+def test_either_checksum_alone_makes_a_difference():
+    for other in ((0, 2), (1, 0)):
+        judgement = judge_fingerprints(("w",), [((1, 2),), ((1, 2),), (other,)])
+        assert judgement.named == {2: ("w",)}
+
+
+@pytest.mark.parametrize("world", range(2, 8))
+def test_exactly_the_minority_of_a_strict_majority_is_named(world):
+    for sides in itertools.product((0, 1), repeat=world):
+        tables = [((side, 0),) for side in sides]
+        judgement = judge_fingerprints(("w",), tables)
+        ones = [rank for rank, side in enumerate(sides) if side]
+        zeros = [rank for rank, side in enumerate(sides) if not side]
+        if not ones or not zeros:
+            assert judgement.outcome is Outcome.PASS
+        elif len(ones) == len(zeros):
+            assert judgement.outcome is Outcome.UNATTRIBUTED
+            assert judgement.named == {}
+            assert judgement.ranks == tuple(range(world))
+        else:
+            assert list(judgement.named) == min(ones, zeros, key=len)
+
+
+def test_half_is_no_majority_and_every_side_is_said():
+    judgement = judge_fingerprints(NAMES, replicas(4, r2=((9, 9), (3, 4)), r3=((9, 9), (3, 4))))
+    assert judgement.outcome is Outcome.UNATTRIBUTED
+    assert judgement.disagreements[0].dissenters == ()
+    assert judgement.disagreements[0].groups == ((0, 1), (2, 3))
+    assert "ranks 0 and 1 against ranks 2 and 3" in judgement.reason
+    assert judgement.ranks == (0, 1, 2, 3)
+
+
+def test_a_plurality_is_no_majority():
+    tables = [((v, 0),) for v in (1, 1, 2, 3)]
+    judgement = judge_fingerprints(("w",), tables)
+    assert judgement.outcome is Outcome.UNATTRIBUTED
+    assert judgement.disagreements[0].groups == ((0, 1), (2,), (3,))
+
+
+def test_each_tensor_has_a_majority_of_its_own():
+    tables = replicas(5, r1=((9, 9), (3, 4)), r4=((1, 2), (8, 8)))
+    judgement = judge_fingerprints(NAMES, tables)
+    assert judgement.named == {1: ("wte.weight",), 4: ("head.weight",)}
+    assert [d.tensor for d in judgement.disagreements] == list(NAMES)
+
+
+def test_tensors_without_a_majority_are_said_beside_a_named_rank():
+    tables = [((1, 0), (1, 0)), ((1, 0), (1, 0)), ((1, 0), (2, 0)), ((9, 0), (3, 0))]
+    judgement = judge_fingerprints(NAMES, tables)
+    assert judgement.named == {3: ("wte.weight",)}
+    assert judgement.reason.endswith("no strict majority on 1 more tensor")
+
+
+def test_differing_loss_scales_explain_differing_replicas_and_blame_nobody():
+    tables = replicas(6, r3=((9, 9), (8, 8)))
+    judgement = judge_fingerprints(NAMES, tables, (256.0,) * 3 + (128.0,) + (256.0,) * 2)
+    assert judgement.outcome is Outcome.SCALE_DIFFERS
+    assert judgement.named == {}
+    assert "128.0 on rank 3" in judgement.reason
+    assert judgement.ranks == tuple(range(6))
+    assert len(judgement.disagreements) == 2
+
+
+@pytest.mark.parametrize("scales", [(), (None,) * 3, (65536.0,) * 3, (float("nan"),) * 3])
+def test_equal_or_absent_loss_scales_leave_the_blame_to_the_majority(scales):
+    judgement = judge_fingerprints(NAMES, replicas(3, r0=((9, 9), (3, 4))), scales)
+    assert judgement.outcome is Outcome.SUSPECT
+    assert list(judgement.named) == [0]
+
+
+def test_one_rank_without_a_scaler_is_a_differing_scale():
+    judgement = judge_fingerprints(NAMES, replicas(3, r0=((9, 9), (3, 4))), (None, 2.0, 2.0))
+    assert judgement.outcome is Outcome.SCALE_DIFFERS
+
+
+def test_many_tensors_and_ranks_make_a_short_sentence():
+    names = [f"layer.{i}.weight" for i in range(500)]
+    good = [(1, 1)] * 500
+    tables = [good] * 20 + [[(rank, 0)] * 500 for rank in range(2, 11)]
+    judgement = judge_fingerprints(names, tables)
+    assert len(judgement.named) == 9
+    assert len(judgement.disagreements) == 500
+    assert len(judgement.reason) < 600
+    assert "so do 5 more ranks" in judgement.reason
