@@ -307,6 +307,7 @@ def _verified(buffer: Tensor) -> Tensor:
 
 def _relocate(device: torch.device) -> Callable[[Any, str], Any]:
     def place(storage: Any, location: str) -> Any:
-        return storage if location == "cpu" else storage.to(device=device)
+        target = "cpu" if location == "cpu" else str(device)
+        return torch.serialization.default_restore_location(storage, target)  # type: ignore[no-untyped-call]
 
     return place

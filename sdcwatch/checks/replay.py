@@ -178,16 +178,21 @@ class _Run:
 
     def _arrived(self, index: int, gradient: Tensor) -> Tensor | None:
         self._log.add(index, gradient)
-        if gradient.device.type == "cpu":
-            suspicious = not math.isfinite(screen(gradient).item())
-            if suspicious and confirm_nonfinite(gradient):
-                self._nonfinite.append(torch.tensor(True))
-        else:
-            self._nonfinite.append(~torch.isfinite(screen(gradient)))
+        self._look(gradient)
         if type(gradient) is not Tensor or gradient.layout is not torch.strided:
             return None
         # One zero in the gradient's shape: what the engine collects takes no memory.
         return gradient.new_zeros(()).expand(gradient.shape)
+
+    def _look(self, gradient: Tensor) -> None:
+        if gradient.device.type == "cpu":
+            suspicious = not math.isfinite(screen(gradient).item())
+            if suspicious and confirm_nonfinite(gradient):
+                self._nonfinite.append(torch.tensor(True))
+            return
+        # Exact at once, because a GPU is asked only at the end, when the gradient is gone.
+        values = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+        self._nonfinite.append(~torch.isfinite(values).all())
 
 
 class _SwappedBuffers:

@@ -15,6 +15,7 @@ from sdcwatch.checks.payload import (
     NotTransportable,
     PayloadDamaged,
     RngState,
+    _relocate,
     clone_batch,
     faithful_clone,
     fingerprint_batch,
@@ -151,6 +152,14 @@ def test_one_column_of_a_wide_table_is_copied_compactly():
     column = torch.randn(500, 400)[:, 3]
     assert torch.equal(faithful_clone(column), column)
     assert faithful_clone(column).untyped_storage().nbytes() < 3000
+
+
+def test_what_lay_on_an_accelerator_goes_to_the_receivers_device_and_the_rest_stays():
+    memory = torch.arange(4, dtype=torch.uint8).untyped_storage()
+    to_meta = _relocate(torch.device("meta"))
+    assert to_meta(memory, "cpu").device.type == "cpu"
+    assert to_meta(memory, "cuda:3").device.type == "meta"
+    assert _relocate(CPU)(memory, "cuda:3").device.type == "cpu"
 
 
 def test_a_batch_that_does_not_pickle_is_named():

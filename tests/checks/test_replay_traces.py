@@ -123,6 +123,23 @@ def test_a_replay_leaves_nothing_behind(ready):
     assert micro_batch.batch["x"].grad is None
 
 
+def test_gradients_are_dropped_as_they_arrive(ready, monkeypatch):
+    module, named, micro_batch = ready
+    collected = []
+    grad = torch.autograd.grad
+
+    def spy(*args, **kwargs):
+        collected.extend(grad(*args, **kwargs))
+        return collected
+
+    monkeypatch.setattr(torch.autograd, "grad", spy)
+    before = state_of(module)
+    assert replay(module, loss_fn, micro_batch, named).error == ""
+    assert len(collected) == (0 if micro_batch.reentrant else len(named))
+    assert all(g.untyped_storage().nbytes() == g.element_size() for g in collected)
+    assert state_of(module) == before
+
+
 def test_an_exception_in_loss_fn_is_a_result_and_leaves_nothing_behind(ready):
     module, named, micro_batch = ready
     before = state_of(module)
