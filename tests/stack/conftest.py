@@ -181,9 +181,8 @@ def start_stack(tmp_path: Path, stack_files: list[str]) -> Iterator[Callable[...
     started: list[Running] = []
 
     def start(*more: str, path: str | None = None) -> Running:
-        command = "from sdcwatch.monitor.stack import stack; stack(prog_name='sdcwatch stack')"
         process = subprocess.Popen(
-            [sys.executable, "-c", command, "up", "--local", *stack_files, *more],
+            [sys.executable, "-m", "sdcwatch", "stack", "up", "--local", *stack_files, *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

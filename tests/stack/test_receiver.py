@@ -1,0 +1,159 @@
+"""The receiver one can see."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from sdcwatch.monitor import receiver as module
+from sdcwatch.monitor.receiver import Receiver, describe, printable, read_notification
+
+NOTIFICATION = {
+    "receiver": "page",
+    "status": "firing",
+    "alerts": [
+        {
+            "status": "firing",
+            "labels": {
+                "alertname": "SdcwatchSuspectRank",
+                "severity": "critical",
+                "run": "r7",
+                "rank": "3",
+                "node": "n1",
+                "gpu": "GPU-3",
+            },
+            "annotations": {
+                "summary": "A rank is suspect.",
+                "runbook_url": "http://localhost:9090/user/runbook.html#sdcwatchsuspectrank",
+            },
+        }
+    ],
+}
+
+
+@pytest.fixture
+def written() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def server(tmp_path: Path, written: list[str]) -> Iterator[Receiver]:
+    receiver = Receiver(write=written.append, log=tmp_path / "log.jsonl")
+    receiver.start()
+    yield receiver
+    receiver.close()
+
+
+def post(url: str, body: bytes) -> int:
+    try:
+        with urlopen(Request(url, data=body, method="POST"), timeout=5) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        error.close()
+        return error.code
+
+
+def get(url: str) -> str:
+    with urlopen(url, timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_notification_is_printed_logged_and_shown(
+    server: Receiver, written: list[str], tmp_path: Path
+) -> None:
+    assert post(f"{server.url}/page", json.dumps(NOTIFICATION).encode()) == 200
+
+    assert written == [
+        "FIRING critical SdcwatchSuspectRank run=r7 rank=3 node=n1 gpu=GPU-3\n"
+        "    A rank is suspect.\n"
+        "    http://localhost:9090/user/runbook.html#sdcwatchsuspectrank"
+    ]
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == NOTIFICATION
+    assert json.loads(get(f"{server.url}/notifications")) == [NOTIFICATION]
+    assert "FIRING critical SdcwatchSuspectRank" in get(server.url)
+    assert get(f"{server.url}/-/healthy") == "ok\n"
+
+
+def test_an_empty_receiver_says_so(server: Receiver) -> None:
+    assert "Nothing received yet." in get(server.url)
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"alerts": {}}', b'{"alerts": [1]}', b"\xff"])
+def test_a_body_that_is_no_notification_is_refused(
+    body: bytes, server: Receiver, written: list[str]
+) -> None:
+    assert post(server.url, body) == 400
+    assert written == []
+
+
+def test_a_body_too_large_is_refused_unread(
+    server: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_BODY_BYTES", 10)
+    assert post(server.url, b"x" * 11) == 413
+
+
+def test_an_unknown_path_is_not_found(server: Receiver) -> None:
+    with pytest.raises(HTTPError) as caught:
+        get(f"{server.url}/nothing")
+    caught.value.close()
+    assert caught.value.code == 404
+
+
+def test_a_label_cannot_drive_the_terminal_or_the_page(server: Receiver) -> None:
+    evil = {"alerts": [{"status": "firing", "labels": {"alertname": "\x1b[2J<b>\r\n"}}]}
+    (text,) = describe(evil)
+
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert len(text.splitlines()) == 1
+    assert post(server.url, json.dumps(evil).encode()) == 200
+    assert "<b>" not in get(server.url)
+    assert printable("a\tb\x07") == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}"
+
+
+def test_only_the_latest_notifications_are_kept() -> None:
+    receiver = Receiver()
+    for number in range(module.KEPT_NOTIFICATIONS + 5):
+        receiver.receive({"alerts": [], "number": number})
+    receiver.close()
+
+    assert len(receiver.notifications) == module.KEPT_NOTIFICATIONS
+    assert receiver.notifications[0]["number"] == 5
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    first = Receiver()
+    with pytest.raises(OSError, match="in use"):
+        Receiver(port=first.port)
+    first.close()
+
+
+def test_a_notification_without_labels_or_notes_is_described() -> None:
+    assert list(describe({"alerts": [{}]})) == ["? - ?"]
+    assert read_notification(b'{"alerts": []}') == {"alerts": []}
+
+
+def test_the_one_file_runs_alone_as_the_container_runs_it(tmp_path: Path) -> None:
+    copy = tmp_path / "receiver.py"
+    copy.write_bytes(Path(module.__file__).read_bytes())
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-u", str(copy), "--host", "127.0.0.1", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().split()[-1]
+    assert post(url, json.dumps(NOTIFICATION).encode()) == 200
+    assert process.stdout.readline().startswith("FIRING critical SdcwatchSuspectRank")
+    process.terminate()
+    assert process.wait(10) == 0
+    process.stdout.close()
