@@ -83,8 +83,8 @@ class Identity:
             "sdcwatch.node": self.node,
         }
         own = Resource(base).merge(OTELResourceDetector().detect()).merge(Resource(who))
-        sdk = {k: v for k, v in Resource({}).attributes.items() if k.startswith("telemetry.")}
-        return Resource(sdk).merge(own)
+        found = Resource.create().attributes
+        return Resource({k: v for k, v in found.items() if k.startswith("telemetry.")}).merge(own)
 
 
 @dataclass(slots=True)
