@@ -546,11 +546,12 @@ def decode(line: str) -> Record:
             or one of its words is unknown.
     """
     data = json.loads(line)
-    if not isinstance(data, dict) or "kind" not in data:
+    if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
         msg = f"Expected a record with a `kind`, but got {line[:80]!r}. Is this an events.jsonl?"
         raise ValueError(msg)
-    if data.get("schema", 0) > SCHEMA:
-        msg = f"Expected schema <= {SCHEMA}, but got {data['schema']}. Update sdcwatch to read it."
+    schema = data.get("schema", 0)
+    if not isinstance(schema, int) or schema > SCHEMA:
+        msg = f"Expected schema <= {SCHEMA}, but got {schema!r}. Update sdcwatch to read it."
         raise ValueError(msg)
     cls = RECORD_TYPES.get(data["kind"])
     if cls is None:
@@ -558,7 +559,7 @@ def decode(line: str) -> Record:
         raise ValueError(msg)
     try:
         record: Record = _build(cls, data)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         msg = f"Expected the fields of a {data['kind']!r} record, but got: {error}."
         raise ValueError(msg) from error
     return record
