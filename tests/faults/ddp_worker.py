@@ -104,9 +104,7 @@ def planted() -> dict[str, Any]:
 def main() -> None:
     rank, world_size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     result = {"compared": compare_with_plain(), "planted": planted()}
     print(json.dumps(result), flush=True)
     dist.barrier()
