@@ -12,7 +12,7 @@ import torch
 
 from sdcwatch.checks.fingerprint import CHUNK, COLUMNS, digest_tensor, digest_tensors
 
-TRIALS = 300
+TRIALS = 300  # per kind of fault; per bit of a stuck lane before those that change nothing
 WIDTH = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 16}
 INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 Sample = tuple[torch.Tensor, torch.Tensor]
@@ -256,7 +256,8 @@ def test_a_negated_tile_is_seen_at_any_width_that_the_columns_do_not_divide(widt
 
 
 def test_the_known_blind_spot_is_a_matrix_whose_rows_are_a_multiple_of_the_columns() -> None:
-    # Only the top bit of a word can cancel in every row and every column: the sign of a float64.
+    # There a change that cancels in pairs along both sides does so in every row and every column:
+    # the sign of a float64, which is the top bit of a word, always does.
     clean = torch.randn(4, COLUMNS, dtype=torch.float64)
     faulty = clean.clone()
     faulty[:2, 10:12] *= -1
