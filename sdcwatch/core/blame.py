@@ -288,7 +288,7 @@ def _judge_without_blame(
         said = f"{bad}: too many for one device (at most {limit}), so nobody is named"
         return AuditJudgement(Outcome.WIDESPREAD, said, ranks=ranks)
     if compared and domains < DOMAINS_TO_NAME:
-        noun = topology.fault_domain
+        noun = "node" if topology.fault_domain == "node" else "GPU"
         said = (
             f"{bad} ({list_ranks(ranks)}), and naming one takes {DOMAINS_TO_NAME} {noun}s, "
             f"while there {'is' if domains == 1 else 'are'} {domains}"
