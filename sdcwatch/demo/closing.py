@@ -16,13 +16,14 @@ from rich.text import Text
 
 from sdcwatch.core.records import CheckpointEvent, CheckpointResult, Record, Verdict
 from sdcwatch.core.summary import RunSummary, fold
+from sdcwatch.core.wording import list_ranks
 from sdcwatch.demo.drift import read_drift, tell_drift
 from sdcwatch.demo.lines import CHECK_NAMES, outcome_words
 from sdcwatch.demo.planted import planted_of
 from sdcwatch.demo.settings import DemoSettings
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.faults.plan import FaultPlan
-from sdcwatch.report.grade import Grade, GradedFault, grade
+from sdcwatch.report.grade import Grade, GradedFault, grade, named_ranks
 from sdcwatch.report.read import read_run
 
 PLAN_NAME = "plan.yaml"
@@ -84,8 +85,8 @@ def print_grade(graded: Grade, console: Console, *, partial: bool = False) -> No
 def _table(faults: Sequence[GradedFault], *, partial: bool) -> Table:
     title = "Planted faults against verdicts" + (" (so far)" if partial else "")
     table = Table(title=title, title_justify="left", show_lines=True)
-    for heading in ("planted", "where and when", "expected", "found", "grade"):
-        table.add_column(heading, overflow="fold")
+    for heading, width in (("planted", 26), ("expected", 17), ("found", 18), ("grade", 7)):
+        table.add_column(heading, overflow="fold", min_width=width)
     for fault in faults:
         planted = fault.planted
         ranks = ", ".join(map(str, planted.ranks))
@@ -93,16 +94,15 @@ def _table(faults: Sequence[GradedFault], *, partial: bool) -> Table:
         if planted.last_step != planted.first_step:
             when = f"steps {planted.first_step} to {planted.last_step}"
         found = "\n".join(f"{_found(v)} (step {v.step})" for v in fault.verdicts) or "–"
-        where = f"{planted.where}\nrank {ranks}, {when}"
-        table.add_row(
-            planted.name, where, planted.expectation, found, _mark(fault, partial=partial)
-        )
+        where = f"\n{planted.where}, rank {ranks}, {when}"
+        what = Text.assemble(planted.name, (where, "dim"))
+        table.add_row(what, planted.expectation, found, _mark(fault, partial=partial))
     return table
 
 
 def _found(verdict: Verdict) -> str:
-    named = ", ".join(str(s.rank) for s in verdict.suspects)
-    who = f"rank {named}" if named else "nobody named"
+    named = named_ranks(verdict)
+    who = list_ranks(named) if named else "nobody named"
     word = outcome_words(verdict.outcome)[1]
     return f"{CHECK_NAMES[verdict.check.value]} {verdict.check.value}: {word}, {who}"
 

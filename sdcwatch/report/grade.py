@@ -64,7 +64,7 @@ class Planted:
             self.expected == "verdict"
             and verdict.check is self.check
             and verdict.outcome is self.outcome
-            and sorted({s.rank for s in verdict.suspects}) == sorted(self.named)
+            and named_ranks(verdict) == tuple(sorted(self.named))
             and (self.acts_at(verdict.step) if self.step is None else verdict.step == self.step)
         )
 
@@ -122,6 +122,13 @@ class Grade:
     def exit_code(self) -> int:
         """0 if the run passed, else 1."""
         return 0 if self.passed else 1
+
+
+def named_ranks(verdict: Verdict) -> tuple[int, ...]:
+    """The ranks a verdict holds wrong: its suspects or, for a one-off, those it gives a strike."""
+    if verdict.outcome is Outcome.NOT_REPRODUCED and not verdict.suspects:
+        return tuple(sorted(verdict.ranks))
+    return tuple(sorted({s.rank for s in verdict.suspects}))
 
 
 def grade(records: Iterable[Record], planted: Sequence[Planted]) -> Grade:
