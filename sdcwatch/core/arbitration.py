@@ -142,11 +142,12 @@ def plan_arbitration(
 
 def _right_value(votes: Mapping[int, str], quorum: int) -> str | None:
     """The value that enough ranks hold, and more ranks than hold any other."""
-    ranked = Counter(votes.values()).most_common(2)
-    value, held = ranked[0]
-    if held < quorum or (len(ranked) > 1 and ranked[1][1] == held):
-        return None
-    return value
+    held: dict[str, int] = {}
+    for value in votes.values():
+        held[value] = held.get(value, 0) + 1
+    most = max(held.values())
+    leaders = [value for value, number in held.items() if number == most]
+    return leaders[0] if most >= quorum and len(leaders) == 1 else None
 
 
 def settle(

@@ -158,9 +158,10 @@ class _Answers:
         self._wrong: dict[tuple[int, int], int] = {}
         self._made: dict[tuple[int, int], int] = {}
         for key, values in repeats.items():
-            answers = [value for value in values if not is_error(value)]
-            self._made[key] = len(answers)
-            self._wrong[key] = len(answers) - answers.count(settlement.right.get(key[1]) or "")
+            failed = sum(values.count(value) for value in set(values) if is_error(value))
+            right = settlement.right.get(key[1])
+            self._made[key] = len(values) - failed
+            self._wrong[key] = len(values) - failed - (values.count(right) if right else 0)
 
     def unsteady(self) -> tuple[int, ...]:
         """Agreeing ranks that differ from themselves."""

@@ -7,6 +7,7 @@ or equal to every other wrong value of that micro-batch.
 
 import itertools
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -34,22 +35,34 @@ def value(rank, role, producer, faults, equal):
     return f"wrong on {producer}" if equal else f"wrong {rank} {role} on {producer}"
 
 
-def audit(topology, pairing, faults, *, equal, quorum=2):
-    """One audit with these faults: its judgement, and whether anything was visible."""
-
-    def of(rank, role, producer):
-        return value(rank, role, producer, faults, equal)
-
-    pairs = ((p, r, of(p, "P", p), of(r, "R", p)) for p, r in enumerate(pairing.replayer))
+@cache
+def planned(topology, pairing, own_and_replays, quorum):
+    """Comparisons and arbiters: they do not depend on what is wrong in arbitrations."""
+    equal, faults = own_and_replays[0], dict(own_and_replays[1:])
+    pairs = (
+        (p, r, value(p, "P", p, faults, equal), value(r, "R", p, faults, equal))
+        for p, r in enumerate(pairing.replayer)
+    )
     bad = [Bad(p, r, own, replayed) for p, r, own, replayed in pairs if own != replayed]
-    plan = plan_arbitration(bad, topology, quorum=quorum)
-    arbitration = {p: {a: of(a, "A", p) for a in ranks} for p, ranks in plan.items()}
-    orders = plan_repeats(settle(bad, arbitration, quorum=quorum))
+    return bad, plan_arbitration(bad, topology, quorum=quorum)
+
+
+def audit(topology, pairing, faults, *, equal, quorum=2):
+    """The facts of one audit with these faults, and its judgement."""
+    passes = tuple((rank, roles - {"A"}) for rank, roles in faults.items())
+    bad, plan = planned(topology, pairing, (equal, *passes), quorum)
+    arbitration = {
+        p: {a: value(a, "A", p, faults, equal) for a in ranks} for p, ranks in plan.items()
+    }
+    orders = plan_repeats(settle(bad, arbitration, quorum=quorum)) if bad else ()
     facts = AuditFacts(
         comparisons_total=topology.world_size,
         bad=bad,
         arbitration=arbitration,
-        repeats={(o.rank, o.producer): (of(o.rank, "A", o.producer),) * o.times for o in orders},
+        repeats={
+            (o.rank, o.producer): (value(o.rank, "A", o.producer, faults, equal),) * o.times
+            for o in orders
+        },
         pairing=pairing,
     )
     return facts, judge_audit(facts, topology, quorum=quorum)
@@ -98,7 +111,7 @@ def signature(facts):
 # Two equal wrong votes of three outvote the third rank: see the test of three ranks.
 DOUBLES = [(layout, equal, 2) for layout in LAYOUTS for equal in (False, True)]
 DOUBLES.remove(("3x1", True, 2))
-DOUBLES += [(layout, True, 3) for layout in ("3x1", "4x1", "3x2", "2+2+1")]
+DOUBLES += [(layout, True, 3) for layout in ("3x1", "4x1", "2+2+1")]
 
 
 @pytest.mark.parametrize(("layout", "equal", "quorum"), DOUBLES)
