@@ -262,6 +262,8 @@ class LocalStack:
             f"--web.listen-address={LOOPBACK}:{port}",
             f"--web.external-url=http://{LOOPBACK}:{port}",
             f"--web.user-assets={directory / 'user'}",
+            # What fires before Prometheus has found Alertmanager is lost until it is sent again.
+            "--rules.alert.resend-delay=10s",
         )
         self._start("Prometheus", port, "/-/ready", command, "targets, rules, queries")
         if config.runbook is None:

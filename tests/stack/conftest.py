@@ -159,30 +159,29 @@ class Running:
         return [server["pid"] for server in self.state()["servers"].values()]
 
 
-@pytest.fixture
-def stack_files(tmp_path: Path) -> list[str]:
+def own_files(directory: Path) -> list[str]:
     """Options with small files of our own, so that an alert arrives within seconds."""
-    (tmp_path / "rules.yml").write_text(RULES)
-    (tmp_path / "alertmanager.yml").write_text(ALERTMANAGER)
-    (tmp_path / "dashboards").mkdir()
+    (directory / "rules.yml").write_text(RULES)
+    (directory / "alertmanager.yml").write_text(ALERTMANAGER)
+    (directory / "dashboards").mkdir(exist_ok=True)
     return [
-        f"--rules={tmp_path / 'rules.yml'}",
-        f"--alertmanager-config={tmp_path / 'alertmanager.yml'}",
-        f"--dashboards={tmp_path / 'dashboards'}",
-        f"--data-dir={tmp_path / 'data'}",
-        "--interval=1",
-        *(f"--{name}-port=0" for name in ("prometheus", "alertmanager", "receiver", "grafana")),
+        f"--rules={directory / 'rules.yml'}",
+        f"--alertmanager-config={directory / 'alertmanager.yml'}",
+        f"--dashboards={directory / 'dashboards'}",
     ]
 
 
 @pytest.fixture
-def start_stack(tmp_path: Path, stack_files: list[str]) -> Iterator[Callable[..., Running]]:
+def start_stack(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """Starts the command; what a failing test left is stopped afterwards."""
     started: list[Running] = []
 
-    def start(*more: str, path: str | None = None) -> Running:
+    def start(*more: str, path: str | None = None, shipped: bool = False) -> Running:
+        ports = (f"--{name}-port=0" for name in ("prometheus", "alertmanager", "receiver"))
+        options = [f"--data-dir={tmp_path / 'data'}", "--interval=1", "--grafana-port=0", *ports]
+        options += [] if shipped else own_files(tmp_path)
         process = subprocess.Popen(
-            [sys.executable, "-m", "sdcwatch", "stack", "up", "--local", *stack_files, *more],
+            [sys.executable, "-m", "sdcwatch", "stack", "up", "--local", *options, *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

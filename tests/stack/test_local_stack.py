@@ -11,9 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml
+
+from sdcwatch.monitor.alerts import WATCHDOG
 
 Start = Callable[..., Any]
 
@@ -54,6 +57,22 @@ def test_the_scrape_keeps_the_instance_of_the_suspect_rank(
 
     assert series["metric"]["instance"] == "i-3"
     assert series["metric"]["job"] == "sdcwatch"
+
+
+def test_with_the_shipped_rules_the_watchdog_arrives_and_its_link_leads_to_the_runbook(
+    start_stack: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "book.md").write_text(f"# Runbook\n\n## {WATCHDOG}\n\nAlways on.\n")
+    running = start_stack(f"--runbook={tmp_path / 'book.md'}", shipped=True)
+    places = running.state()["places"]
+    got = running.wait_until(lambda: running.get_json(places["Receiver"] + "/notifications"))
+
+    (alert,) = got[0]["alerts"]
+    assert alert["labels"]["alertname"] == WATCHDOG
+    page, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+    assert page == places["Runbook"].replace("127.0.0.1", "localhost")
+    with urlopen(places["Runbook"], timeout=5) as answer:
+        assert f'<h2 id="{anchor}">' in answer.read().decode()
 
 
 def test_a_target_is_found_through_file_sd(
@@ -153,8 +172,9 @@ def test_a_missing_binary_names_what_to_install(start_stack: Start, tmp_path: Pa
 def test_a_rule_file_that_prometheus_rejects_shows_its_reason(
     start_stack: Start, tmp_path: Path
 ) -> None:
-    (tmp_path / "rules.yml").write_text("groups: [{name: g, rules: [{alert: A, expr: 'sum('}]}]")
-    running = start_stack()
+    bad = tmp_path / "bad.yml"
+    bad.write_text("groups: [{name: g, rules: [{alert: A, expr: 'sum('}]}]")
+    running = start_stack(f"--rules={bad}")
 
     text = running.failure()
     assert "Expected Prometheus to keep running" in text
