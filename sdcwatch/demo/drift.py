@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sdcwatch.demo.settings import UNGUARDED_LOG
 from sdcwatch.demo.tail import EntryTail
-from sdcwatch.demo.unguarded import LOG_NAME
 
 _CHART_ROWS, _MOST_COLUMNS = 8, 64
 
@@ -38,7 +38,7 @@ class Drift:
 
 def read_drift(run_dir: Path) -> Drift:
     """Read the log of an unguarded run."""
-    entries = list(EntryTail(run_dir / LOG_NAME).entries())
+    entries = list(EntryTail(run_dir / UNGUARDED_LOG).entries())
     looks = [(e["step"], e["replicas"]) for e in entries if "replicas" in e]
     apart = [step for step, rows in looks if len({r["digest"] for r in rows}) > 1]
     last = tuple(looks[-1][1]) if looks else ()

@@ -14,9 +14,8 @@ from sdcwatch.core.records import Record, RunFinished
 from sdcwatch.demo.closing import close_guarded, close_unguarded
 from sdcwatch.demo.display import Display
 from sdcwatch.demo.launcher import Launch, rank_errors
-from sdcwatch.demo.settings import DemoSettings
+from sdcwatch.demo.settings import UNGUARDED_LOG, DemoSettings
 from sdcwatch.demo.tail import EntryTail, RecordTail
-from sdcwatch.demo.unguarded import LOG_NAME
 from sdcwatch.faults.plan import FaultPlan
 
 _LOOK_SECONDS = 0.1
@@ -112,7 +111,7 @@ def _watch(
 ) -> None:
     """Show what happens until the launcher ends, a signal comes or --serve has its last step."""
     records = RecordTail(settings.run_dir / "events.jsonl")
-    entries = EntryTail(settings.run_dir / LOG_NAME)
+    entries = EntryTail(settings.run_dir / UNGUARDED_LOG)
     with Display(console, settings.steps) as display:
         ended = False
         while not ended and interruption.exit_code is None:

@@ -11,6 +11,7 @@ from sdcwatch.errors import ConfigurationError
 
 WandbMode = Literal["offline", "online", "off"]
 
+UNGUARDED_LOG = "unguarded.jsonl"
 DEFAULT_PLAN = Path(__file__).with_name("default_plan.yaml")
 
 AUDIT_EVERY = 20
@@ -55,7 +56,7 @@ class DemoSettings:
     metrics_port: int = 0
     linger_seconds: float = 0.0
     wandb: WandbMode = "offline"
-    batch: int = 4
+    batch: int = 2
     peak_learning_rate: float = 2e-3
     warmup_steps: int = 20
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sdcwatch.checks.fingerprint import combine, digest_tensors, salt, to_pairs
+from sdcwatch.demo.settings import UNGUARDED_LOG
 from sdcwatch.demo.text import Batch
 
-LOG_NAME = "unguarded.jsonl"
 _LOOK_EVERY = 10
 
 
@@ -37,7 +37,7 @@ class Unguarded:
         self, ddp: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor], run_dir: Path
     ) -> None:
         self._ddp, self._loss_fn = ddp, loss_fn
-        self._path = run_dir / LOG_NAME
+        self._path = run_dir / UNGUARDED_LOG
         self._step = 0
         self._loss: Tensor | None = None
         self._started = time.perf_counter()

@@ -1,0 +1,58 @@
+# make demo, test, lint, format, stack-up, stack-down. Each makes .venv first if it has to.
+#
+# On a machine without a GPU, the CPU build of torch saves gigabytes of download:
+#   make demo TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX_URL ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+
+.PHONY: demo test lint format stack-up stack-down clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/sdcwatch demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/sdcwatch monitor build --check
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+stack-up:
+	$(COMPOSE) up --build --detach
+
+stack-down:
+	$(COMPOSE) down
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
+	$(PIP) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.demo
+	$(PIP) --editable '.[test,lint]'
+	touch $@

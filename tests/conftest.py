@@ -1,0 +1,51 @@
+"""What every test shares: one thread per process, and no skips that CI would not notice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+# Set before any test imports torch: the number of threads decides bits, and the machine is shared.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+_MAY_SKIP = "gpu"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-all",
+        action="store_true",
+        default=os.environ.get("CI", "").lower() in ("1", "true"),
+        help="a skipped test is a failure, unless it needs a GPU; on by default where CI=true",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    required = item.config.getoption("--require-all") and not item.get_closest_marker(_MAY_SKIP)
+    if report.skipped and required and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, but nothing may be skipped here: {_reason(report)}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped and collector.config.getoption("--require-all"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, but nothing may be skipped here: {_reason(report)}"
+    return report
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    where = report.longrepr
+    return str(where[2]) if isinstance(where, tuple) else str(where)
