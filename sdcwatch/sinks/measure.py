@@ -40,6 +40,7 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.summary import Fold
+from sdcwatch.sinks.base import without_user_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -114,7 +115,7 @@ class Measurer:
     @_measure.register(RunStarted)
     def _(self, record: RunStarted) -> Iterable[Measurement]:
         self._ranks = record.ranks
-        links = {**record.links, **self._links}
+        links = {k: without_user_info(v) for k, v in {**record.links, **self._links}.items()}
         yield from _seeds()
         yield from _one_hot("guard.state", "state", GuardState, GuardState.PREFLIGHT)
         yield from _one_hot("coverage", "coverage", Coverage, Coverage.OFF)
