@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.faults import Fault, FaultPlan, Injector
 
-STEPS = 4
+STEPS = 3
 NEVER = 10_000
 
 

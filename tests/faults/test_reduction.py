@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 WORLD_SIZE = 3
-pytestmark = pytest.mark.dist
+# three processes that import torch: most of a minute where two cores are busy with other things
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in range(WORLD_SIZE)
     ]
     try:
-        finished = [process.communicate(timeout=50) for process in started]
+        finished = [process.communicate(timeout=150) for process in started]
     finally:
         for process in started:
             process.kill()
+            process.communicate()
     for process, (_, errors) in zip(started, finished, strict=True):
         assert process.returncode == 0, errors
     return [json.loads(output.splitlines()[-1]) for output, _ in finished]
