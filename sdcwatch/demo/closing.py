@@ -85,7 +85,7 @@ def print_grade(graded: Grade, console: Console, *, partial: bool = False) -> No
 def _table(faults: Sequence[GradedFault], *, partial: bool) -> Table:
     title = "Planted faults against verdicts" + (" (so far)" if partial else "")
     table = Table(title=title, title_justify="left", show_lines=True)
-    for heading, width in (("planted", 26), ("expected", 17), ("found", 18), ("grade", 7)):
+    for heading, width in (("planted", 25), ("expected", 16), ("found", 17), ("grade", 8)):
         table.add_column(heading, overflow="fold", min_width=width)
     for fault in faults:
         planted = fault.planted

@@ -147,7 +147,7 @@ def _graded(
     planted: Planted, verdicts: Sequence[Verdict], left: Sequence[Verdict], reached: int
 ) -> GradedFault:
     if planted.first_step > reached:
-        return GradedFault(planted, (), None, f"the run ended before step {planted.first_step}")
+        return GradedFault(planted, (), None, "not reached")
     if planted.expected == "verdict":
         found = tuple(v for v in verdicts if planted.explains(v))
         near = tuple(v for v in left if planted.acts_at(v.step) or v.step == planted.step)
