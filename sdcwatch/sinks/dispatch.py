@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     _Queue: TypeAlias = "queue.Queue[Record | None]"
 
+_POLL_SECONDS = 0.005
 _MARGIN_SECONDS = 0.25  # what a sink may be late by before its thread is left behind
 
 
@@ -180,6 +181,19 @@ class Dispatcher:
                 continue
             lane.counts.events += 1
             lane.put(record)
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until every record given so far has been served; never call it in a training loop.
+
+        Returns:
+            Whether that was so within the time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while any(lane.pending for lane in self._lanes):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Drain and close every sink within the budget; the second call does nothing.

@@ -6,7 +6,6 @@ import gzip
 import socket
 import struct
 import threading
-import time
 import urllib.request
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -350,14 +349,6 @@ def sinks(tmp_path, environment):
         dispatcher.close()
 
 
-def drain(dispatcher, timeout=10.0):
-    """Wait until every record given so far has been served."""
-    deadline = time.monotonic() + timeout
-    while any(lane.pending for lane in dispatcher._lanes):
-        assert time.monotonic() < deadline, [lane.sink.name for lane in dispatcher._lanes]
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def feed():
     """Give records to a dispatcher and wait until they have been served."""
@@ -365,7 +356,7 @@ def feed():
     def give(dispatcher, records):
         for record in records:
             dispatcher.emit(record)
-        drain(dispatcher)
+        assert dispatcher.drain(20.0)
 
     return give
 

@@ -63,6 +63,18 @@ def test_records_that_find_the_queue_full_are_dropped_and_counted(doubles, start
     sink.release.set()
 
 
+def test_drain_says_whether_everything_was_served(doubles, start):
+    sink = doubles.blocking()
+    dispatcher = Dispatcher([sink], close_seconds=0.1)
+    dispatcher.emit(start)
+
+    assert not dispatcher.drain(0.05)
+    sink.release.set()
+    assert dispatcher.drain(20.0)
+    assert sink.records == [start]
+    dispatcher.close()
+
+
 def test_close_keeps_its_budget_for_several_blocked_sinks_together(doubles, start):
     sinks = [doubles.blocking() for _ in range(4)]
     dispatcher = Dispatcher(sinks, close_seconds=0.3)

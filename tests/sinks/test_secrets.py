@@ -21,7 +21,7 @@ import logging, sys, time, urllib.request
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
 from pathlib import Path
 import wandb
-from conftest import drain, make_faulty_run
+from conftest import make_faulty_run
 from sdcwatch.config import TelemetryConfig, launcher_environment
 from sdcwatch.sinks.build import build_sinks
 
@@ -38,7 +38,7 @@ dispatcher, lines = build_sinks(
 print(*lines, sep="\\n")
 for record in records:
     dispatcher.emit(record)
-drain(dispatcher, timeout=50)
+assert dispatcher.drain(50.0)
 time.sleep(0.5)
 with urllib.request.urlopen(dispatcher.links["metrics"]) as response:
     (root / "metrics.txt").write_bytes(response.read())

@@ -7,7 +7,7 @@ import json
 import sys
 
 import wandb
-from conftest import drain, make_faulty_run
+from conftest import make_faulty_run
 
 from sdcwatch.sinks import wandb as sink_module
 from sdcwatch.sinks.dispatch import Dispatcher
@@ -34,7 +34,7 @@ def train(host, root):
     dispatcher = Dispatcher([sink_module.WandbSink(run, links=links)], close_seconds=30.0)
     for n, record in enumerate(make_faulty_run(), start=1):
         dispatcher.emit(record)
-        drain(dispatcher)
+        assert dispatcher.drain(30.0)
         ROWS[host](run, n, {"loss": 1.0 / n, "my/n": n})
     dispatcher.close()
     (counts,) = dispatcher.counts
