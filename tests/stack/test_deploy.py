@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -150,20 +151,27 @@ def test_torchrun_takes_the_name_of_the_run_from_the_variable(
 
 STUBS = {
     "scontrol": 'printf "%s\\n" gpu-a gpu-b gpu-c',
-    # Every node runs the same command, with its own name in the environment.
+    # Every node runs the same command, with its own name in the environment; SIGTERM is passed on.
     "srun": (
-        'shift\nfor node in gpu-a gpu-b gpu-c; do\n  SLURMD_NODENAME=$node "$@" || exit $?\ndone\n'
+        "shift\n"
+        "trap 'kill $child; exit 143' TERM\n"
+        "for node in gpu-a gpu-b gpu-c; do\n"
+        '  SLURMD_NODENAME=$node "$@" & child=$!\n'
+        "  wait $child || exit $?\n"
+        "done\n"
     ),
     "torchrun": (
         'echo "$SDCWATCH_NODE $SDCWATCH_INSTANCE_ID $*" >>"$CALLS"\n'
-        'echo "[]" >"$SDCWATCH_SHARED/targets/$SDCWATCH_NODE-0.json"\n'
-        'echo "[]" >"$SDCWATCH_SHARED/targets/other-0.json"\n'
+        'for host in "$SDCWATCH_NODE" "$SDCWATCH_NODE.cluster" other "$SDCWATCH_NODE-b"; do\n'
+        '  echo "[]" >"$SDCWATCH_SHARED/targets/$host-12.json"\n'
+        "done\n"
+        '[[ -z "${RUN_FOR:-}" ]] || exec sleep "$RUN_FOR"\n'
         "exit ${FAIL_WITH:-0}\n"
     ),
 }
 
 
-def sbatch(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def start_batch(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     """Run the batch script as Slurm's first node would, with stand-ins for its programs."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -180,16 +188,25 @@ def sbatch(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Comp
         **variables,
     }
     command = ["bash", str(SLURM / "train.sbatch"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def run_batch(tmp_path: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Exit code and standard error of the batch script."""
+    process = start_batch(tmp_path, *arguments, **variables)
+    _, said = process.communicate(timeout=30)
+    return process.returncode, said
 
 
 def test_the_batch_script_starts_one_launcher_per_node_and_forgets_its_targets(
     tmp_path: Path,
 ) -> None:
     shared = tmp_path / "shared"
-    result = sbatch(tmp_path, "train.py", "--steps=5", SDCWATCH_SHARED=str(shared))
+    code, said = run_batch(tmp_path, "train.py", "--steps=5", SDCWATCH_SHARED=str(shared))
 
-    assert result.returncode == 0, result.stderr
+    assert code == 0, said
     calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
     assert [call[:2] for call in calls] == [[n, n] for n in ("gpu-a", "gpu-b", "gpu-c")]
     for call in calls:
@@ -204,14 +221,29 @@ def test_the_batch_script_starts_one_launcher_per_node_and_forgets_its_targets(
         assert call[-1] == "--steps=5"
         assert {word.partition("=")[0] for word in call[8:]} <= options_of_train()
         assert f"--file-sd-dir={shared}/targets" in call
-    assert [path.name for path in (shared / "targets").iterdir()] == ["other-0.json"]
+    others = ("gpu-a-b-12.json", "gpu-b-b-12.json", "gpu-c-b-12.json", "other-12.json")
+    assert sorted(path.name for path in (shared / "targets").iterdir()) == list(others)
 
 
 def test_the_exit_code_of_a_finding_is_the_exit_code_of_the_job(tmp_path: Path) -> None:
     shared = str(tmp_path / "shared")
-    result = sbatch(tmp_path, "train.py", SDCWATCH_SHARED=shared, FAIL_WITH="80")
+    code, _ = run_batch(tmp_path, "train.py", SDCWATCH_SHARED=shared, FAIL_WITH="80")
 
-    assert result.returncode == 80
+    assert code == 80
+
+
+def test_a_job_that_slurm_ends_stops_its_launcher_and_forgets_its_targets(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    process = start_batch(tmp_path, "train.py", SDCWATCH_SHARED=str(shared), RUN_FOR="30")
+    deadline = time.monotonic() + 20
+    while not list(shared.glob("targets/gpu-a-b-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=20)
+
+    assert process.returncode == 143
+    names = sorted(path.name for path in (shared / "targets").iterdir())
+    assert names == ["gpu-a-b-12.json", "other-12.json"]
 
 
 @pytest.mark.parametrize(
@@ -224,10 +256,10 @@ def test_the_exit_code_of_a_finding_is_the_exit_code_of_the_job(tmp_path: Path) 
 def test_the_batch_script_says_what_is_missing(
     arguments: tuple[str, ...], variables: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    result = sbatch(tmp_path, *arguments, **variables)
+    code, error = run_batch(tmp_path, *arguments, **variables)
 
-    assert result.returncode != 0
-    assert said in result.stderr
+    assert code != 0
+    assert said in error
 
 
 def test_the_slurm_prometheus_configuration_passes_promtool(tmp_path: Path) -> None:
