@@ -202,6 +202,25 @@ def test_a_server_that_dies_ends_the_stack_and_the_others(start_stack: Start) ->
     assert [pid for pid in pids if not running.is_gone(pid)] == []
 
 
+def test_an_interrupt_while_a_server_is_still_starting_stops_what_was_started(
+    start_stack: Start, tmp_path: Path
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    never_ready = programs / "prometheus"
+    never_ready.write_text('#!/bin/sh\necho $$ >"$0.pid"\nexec sleep 120\n')
+    never_ready.chmod(0o755)
+    running = start_stack(path=f"{programs}:{os.environ['PATH']}")
+    pid_file = programs / "prometheus.pid"
+    running.wait_until(lambda: pid_file.exists() and pid_file.read_text().strip())
+    running.process.send_signal(signal.SIGINT)
+
+    assert running.process.wait(30) == 0
+    running.wait_until(lambda: "Interrupted before the stack was up" in running.text())
+    assert running.is_gone(int(pid_file.read_text()))
+    assert not (running.data_dir / "stack.json").exists()
+
+
 FAKE_GRAFANA = """\
 #!{python}
 import configparser, http.server, sys
