@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sdcwatch.checks.capture import Capture, Captured
+from sdcwatch.checks.gradients import digest_gradient
 from sdcwatch.checks.payload import pack, unpack
 from sdcwatch.checks.replay import ReplayResult, replay
 
@@ -148,3 +149,13 @@ def test_a_module_without_gradients_gives_a_loss_only():
     result = elsewhere(module, loss_fn, captured)
     assert (result.error, result.loss, result.gradients) == ("", captured.loss, None)
     assert captured.gradients is None
+
+
+def test_a_sparse_gradient_at_another_row_has_another_digest_and_order_does_not_matter():
+    values = torch.tensor([[1.0], [2.0]])
+    here, there, turned = (
+        torch.sparse_coo_tensor(torch.tensor([rows]), rows_values, (6, 1))
+        for rows, rows_values in (([1, 2], values), ([1, 3], values), ([2, 1], values.flip(0)))
+    )
+    assert not torch.equal(digest_gradient(here), digest_gradient(there))
+    assert torch.equal(digest_gradient(here), digest_gradient(turned))

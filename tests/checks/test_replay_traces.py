@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sdcwatch.checks.capture import Capture
+from sdcwatch.checks.payload import AutocastState
 from sdcwatch.checks.replay import replay
 
 CPU = torch.device("cpu")
@@ -220,6 +222,47 @@ def test_a_learnable_tensor_outside_the_module_keeps_its_gradient(reentrant):
     assert replay(module, tempered, pending.finish().micro_batch, named).error == ""
     assert temperature.grad is kept
     assert torch.equal(kept, value)
+
+
+class Closure(nn.Module):
+    """Reaches its weight past the module, inside a reentrant checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        weight = self.linear.weight
+        self.hidden = lambda h: h @ weight
+
+    def forward(self, x):
+        return checkpoint(lambda h: self.hidden(self.linear(h)), x, use_reentrant=True)
+
+
+def test_a_reference_past_the_module_in_a_reentrant_checkpoint_disturbs_no_gradient():
+    module = Closure()
+    named = list(module.named_parameters())
+    batch = torch.randn(3, 4, requires_grad=True)
+
+    def plain(model, x):
+        return model(x).square().sum()
+
+    pending = Capture(module, named, CPU).begin(batch, audit=True)
+    loss = plain(module, batch)
+    pending.attach_loss(loss)
+    loss.backward()
+    before = state_of(module)
+    assert replay(module, plain, pending.finish().micro_batch, named).error == ""
+    assert state_of(module)["grads"] == before["grads"]
+
+
+def test_a_replay_inside_an_autocast_region_leaves_it_no_casts_without_gradient(ready):
+    module, named, micro_batch = ready
+    enabled = AutocastState((("cpu", True, torch.bfloat16),), True)
+    without = replace(micro_batch, grad_mode=False, autocast=enabled, reentrant=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert replay(module, loss_fn, without, named).error == ""
+        module.zero_grad()
+        loss_fn(module, micro_batch.batch).backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 @pytest.fixture
