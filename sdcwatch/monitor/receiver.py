@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from typing import Any
 MAX_BODY_BYTES = 4 << 20
 KEPT_NOTIFICATIONS = 200
 WHO = ("run", "rank", "node", "gpu")
+SECONDS = len("2006-01-02T15:04:05")
 
 
 def printable(text: object) -> str:
@@ -37,9 +39,12 @@ def describe(notification: Mapping[str, Any]) -> Iterator[str]:
     """One block of text per alert of a notification: state, severity, name, who, links."""
     for alert in notification.get("alerts", ()):
         labels, notes = alert.get("labels", {}), alert.get("annotations", {})
-        who = " ".join(f"{key}={labels[key]}" for key in WHO if labels.get(key))
-        head = (str(alert.get("status", "?")).upper(), labels.get("severity", "-"))
-        lines = [printable(" ".join((*head, labels.get("alertname", "?"), who)).rstrip())]
+        words = [str(alert.get("status", "?")).upper(), labels.get("severity", "-")]
+        words += [labels.get("alertname", "?")]
+        words += [f"{key}={labels[key]}" for key in WHO if labels.get(key)]
+        if since := str(alert.get("startsAt", "")):
+            words += [f"since {since[:SECONDS]}Z"]
+        lines = [printable(" ".join(map(str, words)))]
         lines += [
             printable(f"    {notes[key]}")
             for key in ("summary", "description", "runbook_url", "dashboard_url")
@@ -145,6 +150,10 @@ class Receiver:
             '<meta http-equiv="refresh" content="5"><title>Alerts received</title>'
             f"<h1>Alerts received</h1>\n{body}</html>\n"
         )
+
+
+def _linked(escaped: str) -> str:
+    return re.sub(r"https?://\S+", lambda found: f'<a href="{found[0]}">{found[0]}</a>', escaped)
 
 
 def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:

@@ -21,6 +21,7 @@ NOTIFICATION = {
     "alerts": [
         {
             "status": "firing",
+            "startsAt": "2026-01-02T03:04:05.678Z",
             "labels": {
                 "alertname": "SdcwatchSuspectRank",
                 "severity": "critical",
@@ -71,13 +72,16 @@ def test_a_notification_is_printed_logged_and_shown(
     assert post(f"{server.url}/page", json.dumps(NOTIFICATION).encode()) == 200
 
     assert written == [
-        "FIRING critical SdcwatchSuspectRank run=r7 rank=3 node=n1 gpu=GPU-3\n"
+        "FIRING critical SdcwatchSuspectRank run=r7 rank=3 node=n1 gpu=GPU-3 "
+        "since 2026-01-02T03:04:05Z\n"
         "    A rank is suspect.\n"
         "    http://localhost:9090/user/runbook.html#sdcwatchsuspectrank"
     ]
     assert json.loads((tmp_path / "log.jsonl").read_text()) == NOTIFICATION
     assert json.loads(get(f"{server.url}/notifications")) == [NOTIFICATION]
+    link = "http://localhost:9090/user/runbook.html#sdcwatchsuspectrank"
     assert "FIRING critical SdcwatchSuspectRank" in get(server.url)
+    assert f'<a href="{link}">{link}</a>' in get(server.url)
     assert get(f"{server.url}/-/healthy") == "ok\n"
 
 
@@ -115,7 +119,10 @@ def test_a_label_cannot_drive_the_terminal_or_the_page(server: Receiver) -> None
     assert "\r" not in text
     assert len(text.splitlines()) == 1
     assert post(server.url, json.dumps(evil).encode()) == 200
+    quoted = {"alerts": [{"annotations": {"summary": 'http://x/"onclick=evil('}}]}
+    assert post(server.url, json.dumps(quoted).encode()) == 200
     assert "<b>" not in get(server.url)
+    assert '"onclick' not in get(server.url)
     assert printable("a\tb\x07") == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}"
 
 
