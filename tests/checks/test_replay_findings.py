@@ -154,7 +154,7 @@ def test_a_module_without_gradients_gives_a_loss_only():
 def test_a_sparse_gradient_at_another_row_has_another_digest_and_order_does_not_matter():
     values = torch.tensor([[1.0], [2.0]])
     here, there, turned = (
-        torch.sparse_coo_tensor(torch.tensor([rows]), rows_values, (6, 1))
+        torch.sparse_coo_tensor(torch.tensor([rows]), rows_values, (6, 1), check_invariants=True)
         for rows, rows_values in (([1, 2], values), ([1, 3], values), ([2, 1], values.flip(0)))
     )
     assert not torch.equal(digest_gradient(here), digest_gradient(there))
