@@ -139,11 +139,8 @@ class Receiver:
 
     def page(self) -> str:
         """The latest notifications as HTML, newest first."""
-        blocks = [
-            f"<pre>{escape(text)}</pre>"
-            for n in reversed(self.notifications)
-            for text in describe(n)
-        ]
+        texts = [text for n in reversed(self.notifications) for text in describe(n)]
+        blocks = [f"<pre>{_linked(escape(text))}</pre>" for text in texts]
         body = "\n".join(blocks) or "<p>Nothing received yet.</p>"
         return (
             '<!doctype html><html lang="en"><meta charset="utf-8">'
