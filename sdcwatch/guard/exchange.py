@@ -162,27 +162,19 @@ class GlooExchange:
     ) -> None:
         require_process_group()
         parent = process_group if process_group is not None else dist.group.WORLD
-        self._ranks = dist.get_process_group_ranks(parent)
-        subset = len(self._ranks) != dist.get_world_size()
-        # Far above the soft deadline: this one would destroy the group.
+        self.rank = dist.get_rank(parent)
+        self.world_size = dist.get_world_size(parent)
+        store = _own_store(parent)
+        # Made directly rather than by new_group, which every rank of the job would have to call,
+        # and whose counters must agree on all of them. The hard timeout is far above the soft
+        # deadline: it would destroy the group.
         hard = timedelta(seconds=max(1800.0, 20 * deadline_seconds))
-        self._group = dist.new_group(
-            self._ranks, backend="gloo", timeout=hard, use_local_synchronization=subset
-        )
-        self.rank = dist.get_rank(self._group)
-        self.world_size = len(self._ranks)
+        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, hard)
         self._deadline = deadline_seconds
         self._device_group = parent if device is not None and device.type == "cuda" else None
         self._device = device
         self.on_absent = on_absent
-        tag = f"sdcwatch/{'-'.join(map(str, self._ranks[:1]))}/{_next_tag()}/"
-        base = dist.distributed_c10d._get_default_store()
-        self.rolls = RollCall(
-            dist.distributed_c10d.PrefixStore(tag, base),
-            self.rank,
-            self.world_size,
-            deadline_seconds + 1.0,
-        )
+        self.rolls = RollCall(store, self.rank, self.world_size, deadline_seconds + 1.0)
 
     def max_words(
         self, words: Sequence[int], where: str, *, deadline_seconds: float | None = None
@@ -193,24 +185,22 @@ class GlooExchange:
             dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=self._device_group)
             return tuple(on_device.tolist())
         tensor = torch.tensor(words, dtype=torch.int64, device="cpu")
-        self._await(
-            lambda: [dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True)],
-            where,
-            deadline_seconds,
-        )
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._await(lambda: [self._group.allreduce([tensor], options)], where, deadline_seconds)
         return tuple(tensor.tolist())
 
     def gather(self, message: bytes, where: str) -> list[bytes]:
         """Every rank's message; see `Exchange.gather`. Sizes travel first."""
         own = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
-        sizes = [torch.empty_like(own) for _ in self._ranks]
-        self._await(lambda: [dist.all_gather(sizes, own, self._group, async_op=True)], where)
+        sizes = [torch.empty_like(own) for _ in range(self.world_size)]
+        self._await(lambda: [self._group.allgather([sizes], [own])], where)
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
         if message:
             padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        rows = [torch.empty_like(padded) for _ in self._ranks]
-        self._await(lambda: [dist.all_gather(rows, padded, self._group, async_op=True)], where)
+        rows = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self._await(lambda: [self._group.allgather([rows], [padded])], where)
         return [bytes(row[:n].numpy()) for row, n in zip(rows, lengths, strict=True)]
 
     def route(
@@ -230,8 +220,8 @@ class GlooExchange:
     def _post(
         self, outgoing: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor]
     ) -> list[Any]:
-        works = [dist.irecv(t, self._ranks[r], self._group) for r, t in buffers.items()]
-        works += [dist.isend(t, self._ranks[r], self._group) for r, t in outgoing.items()]
+        works = [self._group.recv([t], r, 0) for r, t in buffers.items()]
+        works += [self._group.send([t], r, 0) for r, t in outgoing.items()]
         return works
 
     def _await(
@@ -268,15 +258,20 @@ class GlooExchange:
         self.rolls.leave(note)
 
     def close(self) -> None:
-        """Nothing to give back: the group ends with `destroy_process_group`."""
+        """Nothing to give back: the group ends with this object."""
 
 
-_TAGS = iter(range(1_000_000_000))
+def _own_store(parent: Any) -> Any:
+    """A corner of the default store for one exchange: the same on every rank, and never reused.
 
-
-def _next_tag() -> int:
-    """A number that is the same on every rank: guards are created in the same order everywhere."""
-    return next(_TAGS)
+    Ranks count their arrivals in the store; an exchange of W ranks is one generation of W arrivals.
+    """
+    c10d = dist.distributed_c10d
+    ranks = dist.get_process_group_ranks(parent)
+    name = f"sdcwatch/{ranks[0]}-{ranks[-1]}-{len(ranks)}/"
+    corner = c10d.PrefixStore(name, c10d._get_default_store())
+    generation = (corner.add("arrivals", 1) - 1) // len(ranks)
+    return c10d.PrefixStore(f"{generation}/", corner)
 
 
 def require_process_group() -> None:
@@ -298,3 +293,22 @@ def all_reduce_async(tensor: torch.Tensor, group: Any) -> torch.futures.Future[A
     work = dist.all_reduce(tensor, group=group, async_op=True)
     future: torch.futures.Future[Any] = work.get_future()
     return future
+
+
+def join_world(
+    rank: int, world_size: int, init_method: str, timeout: timedelta
+) -> Callable[[int], Any]:
+    """Initialise a gloo world and return the groups over its first 1, 2, ... ranks."""
+    dist.init_process_group(
+        "gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+    )
+    groups = [dist.new_group(list(range(n)), timeout=timeout) for n in range(1, world_size)]
+    return lambda ranks: dist.group.WORLD if ranks == world_size else groups[ranks - 1]
+
+
+def leave_world() -> None:
+    """End the world; gloo needs everybody to arrive before anybody leaves."""
+    try:
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from sdcwatch.checks.nonfinite import screen
 from sdcwatch.guard.exchange import all_reduce_async

@@ -1,0 +1,270 @@
+"""The test kit: an exchange between threads, and one pool of gloo processes.
+
+`ThreadExchange` runs the protocol of an audit in milliseconds, without a process group. `GlooPool`
+starts its processes once; functions then run on sub-groups of it with real collectives.
+
+    pool = GlooPool(6)
+    results = pool.run(body, 3, "argument")    # body(rank, group, "argument") on ranks 0, 1 and 2
+    pool.close()
+
+`body` must be a function at the top of a file: the processes load that file by its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+from sdcwatch.guard import exchange as _exchange
+
+T = TypeVar("T")
+START_SECONDS = 120.0
+
+
+class ThreadHub:
+    """Where the threads of one `ThreadExchange` group meet.
+
+    Args:
+        world_size: Number of threads.
+        timeout_seconds: How long a thread waits for the others.
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float = 10.0) -> None:
+        self.world_size = world_size
+        self.slots: list[Any] = [None] * world_size
+        self.notes: dict[int, str] = {}
+        self._barrier = threading.Barrier(world_size, timeout=timeout_seconds)
+
+    def meet(self, rank: int, value: Any) -> list[Any]:
+        """Put a value down and return those of all ranks."""
+        self.slots[rank] = value
+        self._barrier.wait()
+        values = list(self.slots)
+        self._barrier.wait()
+        return values
+
+    def abort(self) -> None:
+        """Wake every thread that waits, because one has failed."""
+        self._barrier.abort()
+
+
+class ThreadExchange:
+    """An `sdcwatch.guard.exchange.Exchange` between threads of one process.
+
+    Args:
+        hub: Shared by all ranks.
+        rank: This thread's rank.
+    """
+
+    def __init__(self, hub: ThreadHub, rank: int) -> None:
+        self._hub = hub
+        self.rank, self.world_size = rank, hub.world_size
+        self.calls: list[str] = []
+
+    def max_words(
+        self, words: Sequence[int], where: str, *, deadline_seconds: float | None = None
+    ) -> tuple[int, ...]:
+        """Element-wise maximum."""
+        self.calls.append("max_words")
+        rows = self._hub.meet(self.rank, tuple(words))
+        return tuple(max(column) for column in zip(*rows, strict=True))
+
+    def gather(self, message: bytes, where: str) -> list[bytes]:
+        """Every rank's message."""
+        self.calls.append("gather")
+        return self._hub.meet(self.rank, message)
+
+    def route(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Sequence[int], where: str
+    ) -> dict[int, torch.Tensor]:
+        """Point-to-point byte tensors; a message that nobody expects is an error."""
+        self.calls.append("route")
+        rows = self._hub.meet(self.rank, (dict(outgoing), tuple(incoming)))
+        for sender, (sent, _) in enumerate(rows):
+            for receiver in sent:
+                assert sender in rows[receiver][1], f"rank {receiver} expects nothing from {sender}"
+        return {r: rows[r][0][self.rank].clone() for r in incoming}
+
+    def position(self, text: str) -> None:
+        """Nothing asks for it."""
+
+    def leave(self, note: str) -> None:
+        """Leave a note on the hub."""
+        self._hub.notes[self.rank] = note
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def run_threads(world_size: int, body: Callable[[ThreadExchange], T]) -> list[T]:
+    """Run `body` on one thread per rank and return the results in rank order.
+
+    Raises:
+        BaseException: The first exception of a rank.
+    """
+    hub = ThreadHub(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(ThreadExchange(hub, rank))
+        except BaseException as error:
+            errors.append((rank, error))
+            hub.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        first = next(
+            (e for e in errors if not isinstance(e[1], threading.BrokenBarrierError)), errors[0]
+        )
+        raise first[1]
+    return results
+
+
+class RankFailed(AssertionError):
+    """A function raised on a rank of the pool; the message is that rank's traceback."""
+
+
+def free_port() -> int:
+    """A port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class GlooPool:
+    """Processes with a gloo group over all of them.
+
+    Args:
+        world_size: Number of processes.
+        timeout_seconds: How long a function may run before the pool is killed.
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float = 50.0) -> None:
+        self.world_size, self._timeout = world_size, timeout_seconds
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, body: Callable[..., T], ranks: int, *arguments: Any) -> list[T]:
+        """Run ``body(rank, group, *arguments)`` on the first `ranks` processes.
+
+        Returns:
+            What each rank returned, in rank order; it must pickle.
+
+        Raises:
+            RankFailed: `body` raised on a rank, or did not return in time. The pool starts anew.
+        """
+        self._start()
+        path = sys.modules[body.__module__].__file__
+        job = (os.path.abspath(str(path)), body.__qualname__, ranks, arguments)
+        for _, connection in self._workers[:ranks]:
+            connection.send(job)
+        results: list[Any] = []
+        problems: list[str] = []
+        for rank, (process, connection) in enumerate(self._workers[:ranks]):
+            if not connection.poll(self._timeout if not problems else 5.0):
+                problems.append(f"rank {rank} did not return; alive: {process.is_alive()}")
+                continue
+            try:
+                ok, value = connection.recv()
+            except EOFError:
+                ok, value = False, f"the process ended with {process.exitcode}"
+            results.append(value)
+            if not ok:
+                problems.append(f"rank {rank}:\n{value}")
+        if problems:
+            self.close(kill=True)
+            raise RankFailed("\n".join(problems))
+        return results
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the processes."""
+        for process, connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+            if kill:
+                process.kill()
+        for process, connection in self._workers:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+            connection.close()
+        self._workers.clear()
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        # The fork server imports torch once for all of them.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["sdcwatch.testing", "sdcwatch.guard.session"])
+        port = free_port()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.world_size, port), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        for rank, (_, connection) in enumerate(self._workers):
+            if not connection.poll(START_SECONDS):
+                self.close(kill=True)
+                msg = f"rank {rank} of the pool did not start within {START_SECONDS} s"
+                raise RankFailed(msg)
+            connection.recv()
+
+
+def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    group = _exchange.join_world(
+        rank, world_size, f"tcp://127.0.0.1:{port}", timedelta(seconds=120)
+    )
+    connection.send("ready")
+    modules: dict[str, ModuleType] = {}
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            break
+        if job is None:
+            break
+        path, name, ranks, arguments = job
+        try:
+            body = _load(modules, path, name)
+            result = (True, body(rank, group(ranks), *arguments))
+        except BaseException:
+            result = (False, traceback.format_exc())
+        connection.send(result)
+    _exchange.leave_world()
+
+
+def _load(modules: dict[str, ModuleType], path: str, name: str) -> Callable[..., Any]:
+    if path not in modules:
+        spec = importlib.util.spec_from_file_location(f"_pool_{len(modules)}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = modules[path] = module
+        spec.loader.exec_module(module)
+    body: Any = modules[path]
+    for part in name.split("."):
+        body = getattr(body, part)
+    found: Callable[..., Any] = body
+    return found
