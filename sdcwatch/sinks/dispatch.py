@@ -41,6 +41,8 @@ class _Lane:
         self._deadline: float | None = None
         self._abandoned = False
         self._busy = False
+        if (attach := getattr(sink, "attach", None)) is not None:
+            attach(counts)  # for what it loses after `emit` has returned
         self._thread = threading.Thread(
             target=self._work, name=f"sdcwatch-{sink.name}", daemon=True
         )

@@ -32,7 +32,7 @@ from sdcwatch.core.catalog import CATALOG, Metric
 from sdcwatch.sinks.base import SinkCounts
 from sdcwatch.sinks.endpoint import MetricsEndpoint
 from sdcwatch.sinks.measure import Measurement, Measurer
-from sdcwatch.sinks.otlp import otlp_reader
+from sdcwatch.sinks.otlp import OtlpReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +93,7 @@ class _Parts:
 
     provider: MeterProvider
     pull: PrometheusMetricReader | None = None
-    push: MetricReader | None = None
+    push: OtlpReader | None = None
     endpoint: MetricsEndpoint | None = None
     lines: list[str] = field(default_factory=list)
 
@@ -177,6 +177,11 @@ class OtelSink:
             sink.lingers = True
             sink.links = {"metrics": parts.endpoint.url}
         return sink
+
+    def attach(self, counts: SinkCounts) -> None:
+        """Count pushes that fail as lost by this sink."""
+        if self._parts is not None and self._parts.push is not None:
+            self._parts.push.attach(counts)
 
     def watch(self, counts: Callable[[], Sequence[SinkCounts]]) -> None:
         """Export the counts of all sinks as well, this one included."""
@@ -268,16 +273,16 @@ def _own_provider(
     return _Parts(provider, pull, push, endpoint, lines)
 
 
-def _push(lines: list[str]) -> MetricReader | None:
+def _push(lines: list[str]) -> OtlpReader | None:
     try:
-        reader, where = otlp_reader()
+        reader = OtlpReader()
     except Exception as error:  # a variable nobody can read must not stop a training run
         lines.append(
             "Warning: no OTLP push, the OTEL_* variables cannot be used "
             f"({type(error).__name__}). Check them against the OpenTelemetry specification."
         )
         return None
-    lines.append(f"Metrics are pushed over OTLP/HTTP to {where}.")
+    lines.append(f"Metrics are pushed over OTLP/HTTP to {reader.where}.")
     return reader
 
 

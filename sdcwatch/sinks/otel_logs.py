@@ -16,7 +16,7 @@ from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExportResult
 
 from sdcwatch.core.records import Outcome, Record, Verdict, encode
-from sdcwatch.sinks.base import public_url
+from sdcwatch.sinks.base import SinkCounts, public_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,16 +30,20 @@ _TENSORS = 10
 
 
 class _OwnProcessExporter(OTLPLogExporter):
-    """Exports in the process that made it and nowhere else."""
+    """Exports in the process that made it and nowhere else; counts what does not arrive."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sdcwatch_pid = os.getpid()
+        self.counts = SinkCounts("otel_logs")
 
     def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
         if os.getpid() != self._sdcwatch_pid:
             return LogRecordExportResult.SUCCESS
-        return super().export(batch)
+        result = super().export(batch)
+        if result is not LogRecordExportResult.SUCCESS:
+            self.counts.dropped["error"] += len(batch)
+        return result
 
 
 def application_logger_provider() -> ApiLoggerProvider | None:
@@ -68,6 +72,7 @@ class OtelLogSink:
         self._labels = dict(labels)
         self._logger = provider.get_logger("sdcwatch", version)
         self._own: LoggerProvider | None = None
+        self._exporter: _OwnProcessExporter | None = None
 
     @classmethod
     def over_otlp(cls, resource: Resource, labels: Mapping[str, str], version: str) -> OtelLogSink:
@@ -77,8 +82,13 @@ class OtelLogSink:
         provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
         line = f"Verdicts are pushed as log records to {public_url(exporter._endpoint)}."
         sink = cls(provider, labels, version, (line,))
-        sink._own = provider
+        sink._own, sink._exporter = provider, exporter
         return sink
+
+    def attach(self, counts: SinkCounts) -> None:
+        """Count log records that do not arrive as lost by this sink."""
+        if self._exporter is not None:
+            self._exporter.counts = counts
 
     def emit(self, record: Record) -> None:
         """Send one record if it is a verdict that is not a pass."""

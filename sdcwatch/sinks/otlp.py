@@ -1,4 +1,8 @@
-"""The OTLP/HTTP push of metrics. Everything about it comes from the standard OTEL_* variables."""
+"""The OTLP/HTTP push of metrics. Everything about it comes from the standard OTEL_* variables.
+
+Metrics are cumulative, so a push that fails loses no event; it is counted all the same, because
+nobody sees what is not pushed.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,11 @@ from opentelemetry.sdk.metrics.export import (
     PeriodicExportingMetricReader,
 )
 
-from sdcwatch.sinks.base import public_url
+from sdcwatch.sinks.base import SinkCounts, public_url
 
 
 class _OwnProcessExporter(OTLPMetricExporter):
-    """Exports in the process that made it and nowhere else.
+    """Exports in the process that made it and nowhere else; counts the pushes that fail.
 
     A forked DataLoader worker inherits the counters. Pushed from there they would be the parent's
     events once more, under a new identity.
@@ -25,31 +29,46 @@ class _OwnProcessExporter(OTLPMetricExporter):
     def __init__(self) -> None:
         super().__init__()
         self._sdcwatch_pid = os.getpid()
+        self.counts = SinkCounts("otel")
+        self.busy = False
 
     def export(
         self, metrics_data: MetricsData, timeout_millis: float | None = 10_000, **kwargs: Any
     ) -> MetricExportResult:
         if os.getpid() != self._sdcwatch_pid:
             return MetricExportResult.SUCCESS
-        return super().export(metrics_data, timeout_millis, **kwargs)
+        self.busy = True
+        result = super().export(metrics_data, timeout_millis, **kwargs)
+        self.busy = False
+        if result is not MetricExportResult.SUCCESS:
+            self.counts.dropped["error"] += 1
+        return result
 
 
-class _OwnProcessReader(PeriodicExportingMetricReader):
+class OtlpReader(PeriodicExportingMetricReader):
     """A periodic reader that stays dead in a forked child.
 
     The SDK's starts a new thread there, which blocks for ever on a lock that was held by an export
     during the fork.
+
+    Attributes:
+        where: Where it pushes, fit for a console.
     """
+
+    def __init__(self) -> None:
+        self._own_exporter = _OwnProcessExporter()
+        self.where = public_url(self._own_exporter._endpoint)
+        super().__init__(self._own_exporter)
+
+    def attach(self, counts: SinkCounts) -> None:
+        """Count failed pushes there."""
+        self._own_exporter.counts = counts
+
+    def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+        """Push once more and stop; a push that is not done in time is counted as lost."""
+        super().shutdown(timeout_millis, **kwargs)
+        if self._own_exporter.busy:
+            self._own_exporter.counts.dropped["timeout"] += 1
 
     def _at_fork_reinit(self) -> None:
         """Start nothing."""
-
-
-def otlp_reader() -> tuple[PeriodicExportingMetricReader, str]:
-    """A reader that pushes, and where to, without user info.
-
-    Raises:
-        ValueError: A standard variable cannot be read.
-    """
-    exporter = _OwnProcessExporter()
-    return _OwnProcessReader(exporter), public_url(exporter._endpoint)

@@ -110,24 +110,24 @@ def test_case_29_timeouts_and_intervals_of_the_environment_are_honoured(
         OTEL_METRIC_EXPORT_INTERVAL="77000",
         OTEL_METRIC_EXPORT_TIMEOUT="5000",
     )
-    from sdcwatch.sinks.otlp import otlp_reader
+    from sdcwatch.sinks.otlp import OtlpReader
 
-    reader, where = otlp_reader()
+    reader = OtlpReader()
 
     assert reader._exporter._client._timeout == 3
     assert reader._export_interval_millis == 77_000
     assert reader._export_timeout_millis == 5_000
-    assert where == f"{collector.url}/v1/metrics"
+    assert reader.where == f"{collector.url}/v1/metrics"
     reader.shutdown(timeout_millis=500)
 
 
 def test_a_signal_of_its_own_endpoint_variable_is_used_as_it_is(otlp_environment):
-    from sdcwatch.sinks.otlp import otlp_reader
+    from sdcwatch.sinks.otlp import OtlpReader
 
     otlp_environment(OTEL_EXPORTER_OTLP_METRICS_ENDPOINT="http://127.0.0.1:9/custom/path")
-    reader, where = otlp_reader()
+    reader = OtlpReader()
 
-    assert where == "http://127.0.0.1:9/custom/path"
+    assert reader.where == "http://127.0.0.1:9/custom/path"
     reader._shutdown_event.set()
 
 
@@ -163,7 +163,10 @@ def test_case_7_close_keeps_its_budget_with_a_dead_collector(
 
     assert time.monotonic() - began < 5 * 0.5
     assert emitted < 5 * 0.5
-    assert (dispatcher.counts[0].events, dispatcher.counts[0].lost) == (len(faulty_run), 0)
+    log, metrics, logs = dispatcher.counts
+    assert (log.events, log.lost) == (len(faulty_run), 0)
+    assert metrics.dropped["error"] + metrics.dropped["timeout"] > 0
+    assert logs.sink == "otel_logs"
 
 
 def test_case_7_a_process_with_a_black_hole_collector_ends(black_hole, tmp_path):
