@@ -36,16 +36,16 @@ def close_guarded(
     try:
         records = read_run(settings.run_dir)
     except ConfigurationError as error:
-        console.print(f"Nothing to show yet: {error}", highlight=False, soft_wrap=True)
+        _say(console, f"Nothing to show yet: {error}")
         return 1
     graded = grade(records, planted_of(plan, settings.world_size))
     console.print()
     print_grade(graded, console, partial=partial)
     summary = fold(records)
     for line in (_checkpoints(records, summary), *_cost(summary)):
-        console.print(line, highlight=False, soft_wrap=True)
+        _say(console, line)
     for line in _places(settings, graded, records):
-        console.print(line, highlight=False, soft_wrap=True)
+        _say(console, line)
     if not partial:
         _next_commands(settings, console)
     return graded.exit_code
@@ -57,8 +57,8 @@ def close_unguarded(
     """Print the end of an unguarded run; there is nothing to grade."""
     tell_drift(read_drift(settings.run_dir), console)
     if not partial:
-        console.print("\nThe same faults under guard:", style="bold")
-        console.print(f"  {command()} demo", highlight=False)
+        _say(console, "\nThe same faults under guard:", style="bold")
+        _say(console, f"  {command()} demo")
     return 0
 
 
@@ -68,35 +68,42 @@ def print_grade(graded: Grade, console: Console, *, partial: bool = False) -> No
         console.print(_table(graded.faults, partial=partial))
     for verdict in graded.unexpected:
         found = f"✗ nobody planted this, step {verdict.step}: {_found(verdict)}: {verdict.reason}"
-        console.print(found, style="bold red", highlight=False, soft_wrap=True)
+        _say(console, found, style="bold red")
     if partial:
-        console.print("The run did not reach its end; the table shows what there is.")
+        _say(console, "The run did not reach its end; the table shows what there is.")
         return
     for breach in graded.breaches:
-        console.print(f"✗ {breach}", style="bold red", highlight=False, soft_wrap=True)
+        _say(console, f"✗ {breach}", style="bold red")
     if graded.passed:
         planted = len(graded.faults)
         said = f"all {planted} planted faults as expected, " if planted else "nothing planted, "
-        console.print(f"✓ PASSED: {said}no other alarm", style="bold green", highlight=False)
+        _say(console, f"✓ PASSED: {said}no other alarm", style="bold green")
     else:
-        console.print("✗ FAILED: the verdicts are not those expected", style="bold red")
+        _say(console, "✗ FAILED: the verdicts are not those expected", style="bold red")
+
+
+def _say(console: Console, line: str | Text, style: str | None = None) -> None:
+    """Print one line as it is: names from a run are no markup, and a terminal wraps it, not we."""
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(faults: Sequence[GradedFault], *, partial: bool) -> Table:
     title = "Planted faults against verdicts" + (" (so far)" if partial else "")
     table = Table(title=title, title_justify="left", show_lines=True)
-    for heading, width in (("planted", 25), ("expected", 16), ("found", 17), ("grade", 8)):
+    for heading, width in (("planted", 25), ("expected", 16), ("found", 17)):
         table.add_column(heading, overflow="fold", min_width=width)
+    table.add_column("grade", no_wrap=True)
     for fault in faults:
         planted = fault.planted
         ranks = ", ".join(map(str, planted.ranks))
         when = f"step {planted.first_step}"
         if planted.last_step != planted.first_step:
             when = f"steps {planted.first_step} to {planted.last_step}"
-        found = "\n".join(f"{_found(v)} (step {v.step})" for v in fault.verdicts) or "–"
+        lines = [f"{_found(v)} (step {v.step})" for v in fault.verdicts]
+        found = Text("\n".join([*lines, *filter(None, (fault.remark,))]) or "–")
         where = f"\n{planted.where}, rank {ranks}, {when}"
         what = Text.assemble(planted.name, (where, "dim"))
-        table.add_row(what, planted.expectation, found, _mark(fault, partial=partial))
+        table.add_row(what, Text(planted.expectation), found, _mark(fault, partial=partial))
     return table
 
 
@@ -111,8 +118,8 @@ def _mark(fault: GradedFault, *, partial: bool) -> Text:
     if fault.ok:
         return Text("✓ right", style="green")
     if fault.ok is None or (partial and not fault.verdicts):
-        return Text(f"– {fault.remark or 'not graded'}", style="dim")
-    return Text(f"✗ {fault.remark}", style="bold red")
+        return Text("– open", style="dim")
+    return Text("✗ wrong", style="bold red")
 
 
 def _checkpoints(records: Sequence[Record], summary: RunSummary) -> Text:
@@ -173,13 +180,13 @@ def _write_report(settings: DemoSettings, graded: Grade, records: Sequence[Recor
 def _next_commands(settings: DemoSettings, console: Console) -> None:
     run_dir = shlex.quote(str(settings.run_dir))
     check = f" --check {run_dir}/{PLAN_NAME}" if settings.plan is not None else ""
-    console.print("\nNext:", style="bold")
+    _say(console, "\nNext:", style="bold")
     for line in (
         f"{command()} report {run_dir}{check}",
         f"{command()} demo --unguarded",
         f"{command()} stack up --local",
     ):
-        console.print(f"  {line}", highlight=False, soft_wrap=True)
+        _say(console, f"  {line}")
 
 
 def command() -> str:

@@ -40,6 +40,11 @@ class Mark:
     colour: str
     shape: str
 
+    @property
+    def ink(self) -> str:
+        """The colour for text: orange is too light to read on white."""
+        return "#8a5a00" if self.colour == ORANGE else self.colour
+
 
 CHECKS: dict[Check, str] = {
     Check.NONFINITE: "1 · non-finite",
@@ -90,7 +95,8 @@ def sentences(summary: RunSummary) -> list[str]:
         said.append(f"{count(skipped, 'update')} did not happen, on any rank.")
     said.append(_checkpoint(summary))
     if summary.segments > 1:
-        said.append(f"The run was resumed {count(summary.segments - 1, 'time')}.")
+        again = "once" if summary.segments == 2 else f"{summary.segments - 1} times"
+        said.append(f"The run was resumed {again}.")
     if not summary.finished:
         said.append("It has not said that it ended: it is still running, or it was killed.")
     elif summary.exit_code:

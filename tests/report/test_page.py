@@ -44,7 +44,7 @@ def test_the_page_says_the_verdict_first(story: list[Record]) -> None:
     assert "ranks 1, 3 and 5 named, first at step 13" in text
     assert "The last good checkpoint is that of step 120. 1 checkpoint withheld." in text
     assert "Rank 4: wrong once and right when asked again" in text
-    assert "The run was resumed 1 time." in text
+    assert "The run was resumed once." in text
 
 
 def test_the_page_names_tensors_sides_and_evidence(story: list[Record]) -> None:
