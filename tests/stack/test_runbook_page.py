@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from sdcwatch.errors import ConfigurationError
+from sdcwatch.monitor import runbook as module
 from sdcwatch.monitor.alerts import DRILL, alerts
 from sdcwatch.monitor.config import MonitorConfig
 from sdcwatch.monitor.runbook import anchor, find_runbook, render, write_runbook
@@ -73,3 +74,11 @@ def test_the_command_writes_the_page_that_the_default_link_names(tmp_path: Path)
 def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"Expected a runbook .*gone\.md"):
         write_runbook(tmp_path / "gone.md", tmp_path)
+
+
+def test_a_wheel_carries_the_runbook_where_the_command_looks_for_it() -> None:
+    root = Path(module.__file__).parents[2]
+    wanted = f'"{module.CHECKOUT.relative_to(root)}" = "{module.SHIPPED.relative_to(root)}"'
+
+    section = (root / "pyproject.toml").read_text().partition("wheel.force-include]\n")[2]
+    assert section.startswith(wanted)
