@@ -46,6 +46,7 @@ class ThreadHub:
         self.world_size = world_size
         self.slots: list[Any] = [None] * world_size
         self.notes: dict[int, str] = {}
+        self.joined = False
         self._barrier = threading.Barrier(world_size, timeout=timeout_seconds)
 
     def meet(self, rank: int, value: Any) -> list[Any]:
@@ -97,6 +98,14 @@ class ThreadExchange:
             for receiver in sent:
                 assert sender in rows[receiver][1], f"rank {receiver} expects nothing from {sender}"
         return {r: rows[r][0][self.rank].clone() for r in incoming}
+
+    def mark_joined(self) -> None:
+        """Say that this rank has run out of inputs."""
+        self._hub.joined = True
+
+    def anyone_joined(self) -> bool:
+        """Whether a rank has run out of inputs."""
+        return self._hub.joined
 
     def position(self, text: str) -> None:
         """Nothing asks for it."""

@@ -267,3 +267,11 @@ def judge_nonfinite(
     return NonfiniteJudgement(
         Outcome.PASS, Origin.NONE, Cause.NONE, (), (), "loss and gradients are finite"
     )
+
+
+def after_join() -> NonfiniteJudgement:
+    """The judgement where a rank has run out of inputs: it cannot be asked, so nobody is named."""
+    reason = (
+        "a loss or gradient is not finite, and a rank that has run out of inputs cannot be asked"
+    )
+    return NonfiniteJudgement(Outcome.UNATTRIBUTED, Origin.NONE, Cause.UNKNOWN, (), (), reason)

@@ -166,7 +166,9 @@ def assemble(
             say(f"sdcwatch: {text}")
     parts = _parts(config, guarded, exchange, topology, reporter, on_bucket)
     if ddp is not None:
-        ddp.register_comm_hook(parts.screen, guard_hook)
+        # Marking the hook imports the compiler, which takes seconds: only where it is in use.
+        hook = torch.compiler.disable(guard_hook) if guarded.compiled else guard_hook
+        ddp.register_comm_hook(parts.screen, hook)
     return parts
 
 

@@ -61,6 +61,14 @@ class Exchange(Protocol):
         """
         ...
 
+    def mark_joined(self) -> None:
+        """Say that this rank has run out of inputs. No collective."""
+        ...
+
+    def anyone_joined(self) -> bool:
+        """Whether a rank has run out of inputs. No collective; equal on all ranks that train."""
+        ...
+
     def position(self, text: str) -> None:
         """Remember what this rank is doing, for a roll-call that another rank starts."""
         ...
@@ -164,7 +172,7 @@ class GlooExchange:
         parent = process_group if process_group is not None else dist.group.WORLD
         self.rank = dist.get_rank(parent)
         self.world_size = dist.get_world_size(parent)
-        store = _own_store(parent)
+        self._store = store = _own_store(parent)
         # Made directly rather than by new_group, which every rank of the job would have to call,
         # and whose counters must agree on all of them. The hard timeout is far above the soft
         # deadline: it would destroy the group.
@@ -248,6 +256,14 @@ class GlooExchange:
             said.append("every rank answered the roll-call late; one of them was slow")
         said.append(f"waited {waited:.1f} s: {first}")
         raise RankGone(absent, "; ".join(said), where) from error
+
+    def mark_joined(self) -> None:
+        """See `Exchange.mark_joined`."""
+        self._store.set("joined", "1")
+
+    def anyone_joined(self) -> bool:
+        """See `Exchange.anyone_joined`."""
+        return bool(self._store.check(["joined"]))
 
     def position(self, text: str) -> None:
         """See `Exchange.position`."""

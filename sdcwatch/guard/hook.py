@@ -50,7 +50,6 @@ class GradientScreen:
         self.elements = 0
         self.aliased = aliased
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Screen, average over the ranks as DDP would, screen again."""
         self._on_bucket()

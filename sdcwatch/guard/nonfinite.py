@@ -23,8 +23,8 @@ from sdcwatch.core.nonfinite import (
     plan_nonfinite_replays,
 )
 from sdcwatch.core.topology import Topology
-from sdcwatch.guard.audit import pack_or_nothing, unpack_or_error
 from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.framing import pack_or_nothing, unpack_or_error
 
 ReplayScaled = Callable[[MicroBatch, bool], ReplayResult]
 MAX_IN_A_ROW = 16

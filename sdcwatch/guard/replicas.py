@@ -36,7 +36,7 @@ class Replicas:
             fingerprint_every=config.fingerprint_every,
             checkpoint_every=config.checkpoint_every,
         )
-        if due and self.tainted is None:
+        if due and self.tainted is None and not self._parts.exchange.anyone_joined():
             agree(self._parts.exchange, Operation.WEIGHTS, step)
             self.check(step)
 

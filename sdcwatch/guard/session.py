@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -15,6 +17,7 @@ from sdcwatch.errors import SdcwatchError
 from sdcwatch.guard.agreement import Operation, agree
 from sdcwatch.guard.assembly import assemble
 from sdcwatch.guard.checkpoints import require_place
+from sdcwatch.guard.joining import JoinableGuard
 from sdcwatch.guard.replicas import Replicas
 from sdcwatch.guard.step import Steps
 from sdcwatch.guard.stepper import OptimizerHooks
@@ -52,8 +55,11 @@ def init(
     return Guard(model, optimizer, loss_fn, **options)
 
 
-class Guard:
-    """Guards one run; made by `sdcwatch.init`. Use it as a context manager or call `close`."""
+class Guard(JoinableGuard):
+    """Guards one run; made by `sdcwatch.init`. Use it as a context manager or call `close`.
+
+    For uneven inputs, ``with Join([ddp_model, guard]): ...``.
+    """
 
     def __init__(
         self,
@@ -64,10 +70,12 @@ class Guard:
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._closed = False
-        self._parts = assemble(model, optimizer, loss_fn, options, self._bucket_arrived)
+        self._parts = parts = assemble(model, optimizer, loss_fn, options, self._bucket_arrived)
+        super().__init__(parts.exchange, parts.guarded.device, parts.guarded.process_group)
         self._replicas = Replicas(self._parts)
         self._steps = Steps(self._parts, self._replicas)
         self._hooks = OptimizerHooks(self._parts.guarded.optimizer, self._steps)
+        atexit.register(self._at_exit)
         try:
             self._replicas.check(self._steps.step)
         except BaseException as error:
@@ -185,9 +193,14 @@ class Guard:
                 self._steps.settle()
         finally:
             self._closed = True
+            atexit.unregister(self._at_exit)
             self._steps.abandon()
             self._hooks.remove()
             self._leave(self._finished(error))
+
+    def _at_exit(self) -> None:
+        """The script ends without close(): after an exception that nobody caught, or by mistake."""
+        self._close(getattr(sys, "last_value", None))
 
     def _leave(self, finished: RunFinished) -> None:
         parts = self._parts

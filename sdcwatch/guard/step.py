@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sdcwatch.core.nonfinite import RankFinite
+from sdcwatch.core.nonfinite import RankFinite, after_join
 from sdcwatch.core.records import (
     Action,
     Check,
@@ -163,6 +163,8 @@ class Steps:
 
     def _nonfinite(self, window: StepWindow, own: RankFinite) -> Decision:
         parts = self._parts
+        if parts.exchange.anyone_joined():
+            return self._failed(parts.verdicts.nonfinite(window.step, after_join()))
         self._postponed = self._postponed or self._wants_audit(window.step)
         parts.reporter.flush()
         with parts.reporter.timed(Check.NONFINITE, Phase.REPLAY):
@@ -175,6 +177,11 @@ class Steps:
 
     def _replay(self, window: StepWindow, *, recorded: bool) -> Decision:
         parts, step = self._parts, window.step
+        if parts.exchange.anyone_joined():
+            reason = "a rank has run out of inputs; audits need every rank and are off"
+            parts.preflight.decide(Coverage.OFF, reason)
+            self._arm()
+            return self._say(parts.verdicts.not_run(step, reason))
         own = own_step(parts, window) if recorded else None
         if own is None:
             self._postponed = True

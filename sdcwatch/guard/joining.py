@@ -1,0 +1,61 @@
+"""Uneven inputs: the guard under ``torch.distributed.algorithms.Join``.
+
+A rank that has run out of inputs shadows the one all-reduce that the guard makes in every step.
+Audits, weight checks and investigations need every rank and are off from then on; the ranks that
+still train learn it from a flag in the store, which is set before the first shadowed word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from sdcwatch.errors import ConfigurationError
+from sdcwatch.guard.exchange import NEUTRAL, Exchange
+
+
+class _Shadow(JoinHook):
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self._exchange = exchange
+
+    def main_hook(self) -> None:
+        """Stand in for this rank in the step of the others."""
+        self._exchange.mark_joined()
+        self._exchange.max_words((NEUTRAL, NEUTRAL), "a step after this rank ran out of inputs")
+
+
+class JoinableGuard(Joinable):
+    """What `Join` needs of a guard: ``with Join([ddp_model, guard]): ...``."""
+
+    def __init__(self, exchange: Exchange, device: torch.device, process_group: Any) -> None:
+        super().__init__()
+        self._joined_exchange = exchange
+        self._joined_device, self._joined_group = device, process_group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook that runs on ranks without inputs.
+
+        Raises:
+            ConfigurationError: ``divide_by_initial_world_size=False``: gradients would be divided by
+                another number than the guard's communication hook divides by.
+        """
+        if not kwargs.get("divide_by_initial_world_size", True):
+            msg = (
+                "Expected Join(..., divide_by_initial_world_size=True), but got False. Leave it "
+                "True with a guard: its communication hook divides by the initial world size."
+            )
+            raise ConfigurationError(msg)
+        return _Shadow(self._joined_exchange)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device for the collectives of `Join` itself."""
+        return self._joined_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Group for the collectives of `Join` itself."""
+        return self._joined_group
