@@ -167,7 +167,8 @@ def assemble(
     parts = _parts(config, guarded, exchange, topology, reporter, on_bucket)
     if ddp is not None:
         # Marking the hook imports the compiler, which takes seconds: only where it is in use.
-        hook = torch.compiler.disable(guard_hook) if guarded.compiled else guard_hook
+        disable: Callable[..., Any] = torch.compiler.disable
+        hook = disable(guard_hook) if guarded.compiled else guard_hook
         ddp.register_comm_hook(parts.screen, hook)
     return parts
 

@@ -39,8 +39,8 @@ class JoinableGuard(Joinable):
         """The hook that runs on ranks without inputs.
 
         Raises:
-            ConfigurationError: ``divide_by_initial_world_size=False``: gradients would be divided by
-                another number than the guard's communication hook divides by.
+            ConfigurationError: ``divide_by_initial_world_size=False``: gradients would be divided
+                by another number than the guard's communication hook divides by.
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             msg = (
