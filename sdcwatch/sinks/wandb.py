@@ -205,7 +205,30 @@ class _Failures:
 
 
 def log_report(run: Any, path: Path) -> None:
-    """Log the HTML report of a run as an artifact."""
+    """Log the HTML report of a run as an artifact of that W&B run."""
     artifact = wandb.Artifact(f"sdcwatch-report-{run.id}", type="sdcwatch-report")
     artifact.add_file(str(path))
     run.log_artifact(artifact)
+
+
+def publish_report(
+    path: Path, arguments: Mapping[str, Any], *, finish_seconds: float = 10.0
+) -> bool:
+    """Log the report through a short W&B run of its own, once the run it is about has ended.
+
+    Args:
+        path: The HTML report.
+        arguments: For ``wandb.init``; pass the ``group`` of the run it is about.
+        finish_seconds: How long to wait for the server.
+
+    Returns:
+        Whether W&B took it; a failure is no exception, because the run is over and was fine.
+    """
+    settings = wandb.Settings(finish_timeout=finish_seconds, init_timeout=finish_seconds)
+    try:
+        run = wandb.init(**{"job_type": "sdcwatch-report", "settings": settings, **arguments})
+        log_report(run, path)
+        run.finish()
+    except Exception:
+        return False
+    return True

@@ -15,7 +15,7 @@ from sdcwatch.sinks.dispatch import Dispatcher
 
 wandb = pytest.importorskip("wandb", reason="pip install 'sdcwatch[wandb]'")
 
-from sdcwatch.sinks.wandb import WandbSink  # noqa: E402
+from sdcwatch.sinks.wandb import WandbSink, publish_report  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb.*"),
@@ -211,6 +211,29 @@ def test_the_report_becomes_an_artifact_if_it_is_there(faulty_run, tmp_path):
     ((artifact,),) = with_it.of("log_artifact")
     assert artifact.type == "sdcwatch-report"
     assert "report.html" in artifact.manifest.entries
+
+
+def test_a_report_written_later_is_published_through_a_run_of_its_own(tmp_path, monkeypatch):
+    report, run, made = tmp_path / "report.html", FakeRun(), []
+    report.write_text("<html>")
+    run.finish = lambda: run._call("finish")
+    monkeypatch.setattr(wandb, "init", lambda **arguments: made.append(arguments) or run)
+
+    assert publish_report(report, {"project": "p", "group": "run-7"})
+
+    assert made[0]["group"] == "run-7"
+    assert made[0]["settings"].init_timeout == 10.0
+    assert [call[0] for call in run.calls] == ["log_artifact", "finish"]
+
+
+def test_a_report_that_cannot_be_published_raises_nothing(tmp_path, monkeypatch):
+    def init(**arguments):
+        message = "no server"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(wandb, "init", init)
+
+    assert not publish_report(tmp_path / "report.html", {})
 
 
 @pytest.mark.parametrize("broken", ["log", "alert", "summary", "define_metric"])
