@@ -5,12 +5,12 @@ Nothing in here may stop a run: a sink that cannot be made becomes a sentence.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Literal
 
 from sdcwatch.sinks.dispatch import Dispatcher
 from sdcwatch.sinks.exporters import exporting_ranks
 from sdcwatch.sinks.jsonl import JsonlSink
+from sdcwatch.sinks.wandb_run import active_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,8 +111,7 @@ class _Builder:
     def add_wandb(self, run_dir: Path) -> None:
         """Events and summary in the run the script has, or in one we were asked to make."""
         telemetry = self._telemetry
-        wandb = sys.modules.get("wandb")
-        run = getattr(wandb, "run", None) if telemetry.wandb else None
+        run = active_run() if telemetry.wandb else None
         if run is None and telemetry.wandb_init is None:
             return
         from sdcwatch.sinks.wandb import WandbSink

@@ -320,6 +320,18 @@ def test_the_run_of_the_script_is_used_and_its_url_linked(sinks, feed, faulty_ru
     assert run.of("log")
 
 
+def test_the_run_of_the_script_is_found_without_importing_wandb(monkeypatch):
+    from sdcwatch.sinks.wandb_run import active_run, active_run_id
+
+    monkeypatch.setattr(wandb, "run", FakeRun())
+    assert active_run_id() == "abc"
+    monkeypatch.setattr(wandb, "run", None)
+    assert (active_run(), active_run_id()) == (None, None)
+    monkeypatch.delitem(sys.modules, "wandb")
+    assert (active_run(), active_run_id()) == (None, None)
+    assert "wandb" not in sys.modules
+
+
 def test_a_rank_that_is_not_the_leader_logs_nothing_to_wandb(sinks, start, monkeypatch):
     run = FakeRun()
     monkeypatch.setattr(wandb, "run", run)
