@@ -121,7 +121,7 @@ def test_promtool_finds_nothing_to_say_about_a_scrape(scraped):
     assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
 
 
-def test_counters_exist_as_zero_before_the_first_event(sinks, feed, scrape, series, start):
+def test_case_1_counters_exist_as_zero_before_the_first_event(sinks, feed, scrape, series, start):
     dispatcher, _ = sinks(start)
     feed(dispatcher, [start])
 
