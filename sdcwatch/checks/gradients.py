@@ -20,6 +20,11 @@ from torch import Tensor
 
 from sdcwatch.checks.fingerprint import digest_tensor, digest_tensors
 
+SMALL_BYTES = 1 << 20
+"""Gradients up to this size are digested together."""
+WAITING_BYTES = 32 << 20
+"""Copies of small gradients that may wait."""
+
 
 def digest_gradient(gradient: Tensor) -> Tensor:
     """The int64 digest (2,) of a dense or sparse gradient, on its device."""
@@ -37,23 +42,50 @@ def _mixed(digests: Sequence[Tensor]) -> Tensor:
 
 
 class GradientLog:
-    """The digests of one backward, by position of the parameter."""
+    """The digests of one backward, by position of the parameter.
+
+    A digest has a fixed cost of some thousand elements, and a list is digested at about the cost of
+    one. So small gradients are set aside as copies, because the engine may hand their memory to
+    `.grad`, which DDP overwrites, and digested together.
+    """
 
     def __init__(self, size: int) -> None:
         self._digests: list[list[Tensor]] = [[] for _ in range(size)]
+        self._waiting: list[tuple[int, int, Tensor]] = []
+        self._waiting_bytes = 0
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Record a gradient that arrived at parameter `index`."""
-        self._digests[index].append(digest_gradient(gradient))
+        size_bytes = gradient.numel() * gradient.element_size()
+        if gradient.layout is not torch.strided or size_bytes > SMALL_BYTES:
+            self._digests[index].append(digest_gradient(gradient))
+            return
+        slot = len(self._digests[index])
+        copied = gradient.detach().clone()
+        self._digests[index].append(copied)  # until `_flush` puts its digest here
+        self._waiting.append((index, slot, copied))
+        self._waiting_bytes += size_bytes
+        if self._waiting_bytes > WAITING_BYTES:
+            self._flush()
 
     def table(self, device: torch.device) -> Tensor:
         """The int64 table (n, 2); a parameter without a gradient has the digest of None."""
+        self._flush()
         table_N2 = digest_tensors([None] * len(self._digests)).to(device)
         arrived = [i for i, digests in enumerate(self._digests) if digests]
         if arrived:
             rows = [_mixed(self._digests[i]).to(device) for i in arrived]
             table_N2[torch.tensor(arrived, device=device)] = torch.stack(rows)
         return table_N2
+
+    def _flush(self) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        for device in dict.fromkeys(copy.device for _, _, copy in waiting):
+            here = [entry for entry in waiting if entry[2].device == device]
+            for (index, slot, _), row in zip(
+                here, digest_tensors([copy for _, _, copy in here]).unbind(), strict=True
+            ):
+                self._digests[index][slot] = row
 
 
 class GradientHooks:
