@@ -145,7 +145,7 @@ def report(run_dir: Path, plan_path: Path | None, out: Path | None) -> int:
         graded = grade(records, planted_of(load_plan(plan_path), world_size_of(records)))
     console = Console()
     path = write_page(records, out or run_dir / "report.html", graded)
-    console.print(f"Report: {path}", highlight=False, soft_wrap=True)
+    console.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
     if graded is None:
         return 0
     print_grade(graded, console)

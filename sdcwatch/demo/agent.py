@@ -33,6 +33,8 @@ _MOST_SEGMENTS = 5
 def main(settings_path: Path) -> int:
     """Run every segment; returns 0, or the exit code of the segment that could not be followed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_forkserver_preload(_PRELOAD)
     settings = DemoSettings.load(settings_path)
     start_step, failed_step = 0, 0

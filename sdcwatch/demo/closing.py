@@ -7,7 +7,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from sdcwatch.demo.planted import planted_of
 from sdcwatch.demo.settings import DemoSettings
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.faults.plan import FaultPlan
+from sdcwatch.report import can_write_pages
 from sdcwatch.report.grade import Grade, GradedFault, grade, named_ranks
 from sdcwatch.report.read import read_run
 
@@ -90,9 +90,9 @@ def _say(console: Console, line: str | Text, style: str | None = None) -> None:
 def _table(faults: Sequence[GradedFault], *, partial: bool) -> Table:
     title = "Planted faults against verdicts" + (" (so far)" if partial else "")
     table = Table(title=title, title_justify="left", show_lines=True)
-    for heading, width in (("planted", 25), ("expected", 16), ("found", 17)):
-        table.add_column(heading, overflow="fold", min_width=width)
-    table.add_column("grade", no_wrap=True)
+    for heading in ("planted", "expected", "found"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("grade", no_wrap=True, min_width=len("✓ right"))
     for fault in faults:
         planted = fault.planted
         ranks = ", ".join(map(str, planted.ranks))
@@ -170,7 +170,7 @@ def _places(settings: DemoSettings, graded: Grade, records: Sequence[Record]) ->
 
 
 def _write_report(settings: DemoSettings, graded: Grade, records: Sequence[Record]) -> Path | None:
-    if find_spec("plotly") is None or find_spec("jinja2") is None:
+    if not can_write_pages():
         return None
     from sdcwatch.report.page import write_page
 

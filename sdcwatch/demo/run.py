@@ -141,4 +141,4 @@ def _tell_failure(launch: Launch, settings: DemoSettings, console: Console) -> N
     console.print(f"The ranks ended with exit code {launch.exit_code}.", style="bold red")
     console.print(launch.last_words(), highlight=False, markup=False)
     for path in rank_errors(settings.run_dir)[:1]:
-        console.print(f"The stderr of a rank: {path}", soft_wrap=True)
+        console.print(f"The stderr of a rank: {path}", markup=False, soft_wrap=True)

@@ -27,6 +27,8 @@ from sdcwatch.demo.settings import (
 from sdcwatch.demo.text import Batch, draw_batch, load_text
 from sdcwatch.demo.unguarded import Unguarded
 from sdcwatch.faults import FaultPlan, Injector, load_plan
+from sdcwatch.report import can_write_pages
+from sdcwatch.report.read import read_run
 
 _UNTIL_INTERRUPTED_SECONDS = 365 * 86400.0
 
@@ -125,6 +127,15 @@ class Trainer:
         with self._guard() as guard:
             for step in range(self.segment.start_step + 1, self.settings.steps + 1):
                 self._step(step, guard)
+            if self.rank == 0 and not self.settings.unguarded and can_write_pages():
+                self._leave_report()
+
+    def _leave_report(self) -> None:
+        """Leave a page so far: the W&B sink logs it as an artifact when it closes."""
+        from sdcwatch.report.page import write_page
+
+        run_dir = self.settings.run_dir
+        write_page(read_run(run_dir), run_dir / "report.html")
 
     def _step(self, step: int, guard: StepGuard) -> None:
         # Data, dropout and learning rate depend on the step alone: a resumed run repeats itself.

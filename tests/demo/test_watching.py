@@ -19,10 +19,12 @@ from sdcwatch.core.records import (
     Verdict,
     encode,
 )
+from sdcwatch.demo.closing import print_grade
 from sdcwatch.demo.display import Display
 from sdcwatch.demo.drift import chart, conclusion, read_drift
 from sdcwatch.demo.lines import line_of
 from sdcwatch.demo.tail import LineTail, RecordTail
+from sdcwatch.report.grade import Planted, grade
 
 
 def a_verdict(outcome: Outcome) -> Verdict:
@@ -170,3 +172,25 @@ def test_the_curve_falls_as_the_loss_does() -> None:
     assert dots == sorted(dots)
     assert lines[0].startswith("  5.98 ┤•")
     assert max(map(len, lines)) <= 80
+
+
+def test_the_table_of_planted_faults_fits_80_columns() -> None:
+    planted = Planted(
+        name="a name [red] that is rather long",
+        where="bit flip in weight blocks.3.attention.qkv.weight",
+        ranks=(3,),
+        first_step=60,
+        last_step=60,
+        expected="verdict",
+        check=Check.REPLAY,
+        outcome=Outcome.SUSPECT,
+        named=(3,),
+    )
+    out = io.StringIO()
+    records: list[Record] = [a_verdict(Outcome.SUSPECT)]
+    print_grade(grade(records, (planted,)), Console(file=out, width=80))
+    table = [line for line in out.getvalue().splitlines() if line[:1] in "┏┃┡│├└"]
+
+    assert max(map(len, table)) <= 80
+    assert "✓ right" in out.getvalue()
+    assert "[red]" in out.getvalue()
