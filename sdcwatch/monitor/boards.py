@@ -14,12 +14,18 @@ from grafana_foundation_sdk.models import dashboard as dm
 from sdcwatch.core.catalog import Metric
 from sdcwatch.monitor.config import MonitorConfig
 from sdcwatch.monitor.looks import GREY, VERMILLION
-from sdcwatch.monitor.panels import DATASOURCE, Grid
+from sdcwatch.monitor.panels import DATASOURCE, Grid, Query
 from sdcwatch.monitor.queries import GUARD_STATE, LAST_EVENT_TIME, Scope, fact, select
 
 TAG = "sdcwatch"
 ALL = ".+"
 _DROPPED_OF_VARIABLES = ("allowCustomValue",)
+_DROPPED_OF_PANELS = {
+    "stat": ("percentChangeColorMode",),
+    "table": ("footer",),
+    "state-timeline": ("perPage",),
+    "heatmap": ("selectionMode",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +55,6 @@ class Variable:
             .label(self.label)
             .datasource(DATASOURCE)
             .query({"query": query, "refId": f"{self.name}-values"})
-            .definition(query)
             .refresh(dm.VariableRefresh.ON_TIME_RANGE_CHANGED)
             .sort(dm.VariableSort.ALPHABETICAL_ASC)
             .multi(self.multi)
@@ -141,12 +146,11 @@ def _annotations(scope: Scope) -> list[Any]:
         .hide(False)
         .icon_color(VERMILLION)
         # The value is the time of the event: the mark stands there, whenever it was scraped.
-        .expr(f"{events} * 1000")
+        .target(Query(f"{events} * 1000").build("Anno"))
         .use_value_for_time(True)
         .title_format("{{check}} check found something")
         .text_format("run {{run}}")
         .tag_keys("run,check")
-        .step("10s")
     )
     return [builtin, findings]
 
@@ -205,4 +209,7 @@ def _portable(data: dict[str, Any]) -> dict[str, Any]:
         link.pop("placement", None)  # would hide the links in a menu
     for annotation in data["annotations"]["list"]:
         annotation.pop("placement", None)
+    for panel in data["panels"]:
+        for option in _DROPPED_OF_PANELS.get(panel["type"], ()):
+            panel["options"].pop(option, None)
     return data

@@ -105,11 +105,7 @@ def test_the_table_and_the_files_name_the_same_tests() -> None:
         if isinstance(cell, list)
         for name in cell
     ]
-    present = [
-        (_alert(path), group["name"])
-        for path in FILES
-        for group in _groups(path)
-    ]
+    present = [(_alert(path), group["name"]) for path in FILES for group in _groups(path)]
 
     assert sorted(listed) == sorted(present)
     assert len(set(present)) == len(present)
