@@ -10,7 +10,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Compiling all of torch takes longer than importing the part that is used.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: demo test lint format stack-up stack-down clean
