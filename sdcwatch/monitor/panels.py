@@ -9,10 +9,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.monitor.looks import GREY, Look
+from sdcwatch.monitor.looks import GREY, PURPLE, Look
 
 try:
     with warnings.catch_warnings():
@@ -39,6 +40,15 @@ except ImportError as error:
         "Install it: pip install 'sdcwatch[monitor]'."
     )
     raise ConfigurationError(message) from error
+
+_LINE = "0.0."
+if not (_installed := version("grafana-foundation-sdk").lstrip("v")).startswith(_LINE):
+    # A line with an epoch sorts above the maintained one and describes Grafana 10.1.
+    message = (
+        f"Expected grafana-foundation-sdk {_LINE}x, but got {_installed}. "
+        "Install it: pip install 'sdcwatch[monitor]'."
+    )
+    raise ConfigurationError(message)
 
 GRID_WIDTH = 24
 DATASOURCE = cm.DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -247,6 +257,7 @@ def heatmap_panel(title: str, description: str, *queries: Query, show: Show) -> 
         .y_axis(heatmap.YAxisConfig().unit(show.unit).axis_placement(cm.AxisPlacement.LEFT))
         .rows_frame(heatmap.RowsHeatmapOptions().layout(cm.HeatmapCellLayout.AUTO))
         .cell_gap(1)
+        .exemplars_color(PURPLE)
         .tooltip(
             heatmap.HeatmapTooltip()
             .mode(cm.TooltipDisplayMode.SINGLE)

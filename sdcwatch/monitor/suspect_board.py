@@ -116,7 +116,7 @@ def _evidence(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     found = select(VERDICTS, run_scope, outcome=answers.FINDINGS)
     verdicts = series_panel(
         "Findings of the runs chosen",
-        "Everything the checks of these runs found, whoever it was about: was this GPU alone?",
+        "Everything the checks of these runs found, whoever it was about; shows whether this GPU was alone.",
         Query(grown(found, run_scope, INTERVAL, "check", "outcome"), "{{check}}: {{outcome}}"),
         show=Show(unit="none", decimals=0, steps=NEUTRAL, empty="✔ nothing found"),
         bars=True,

@@ -142,9 +142,9 @@ def _packages() -> None:
 def test_the_dashboards_have_the_types_of_this_grafana(
     version: str, dashboards: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    assert set(p["type"] for d in dashboards.values() for p in d["panels"]) == {*PLUGINS, "row"}
+    assert {p["type"] for d in dashboards.values() for p in d["panels"]} == {*PLUGINS, "row"}
 
-    assert [] == _compile(version, _source(version, dashboards), tmp_path / "good")
+    assert _compile(version, _source(version, dashboards), tmp_path / "good") == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -153,6 +153,5 @@ def test_one_misspelt_option_per_panel_type_is_an_error(
 ) -> None:
     errors = _compile(version, _source(version, _misspelt(dashboards)), tmp_path / "bad")
 
-    named = re.findall(r"'(\w+)' does not exist in type", "\n".join(errors))
-    suggested = re.findall(r"but '(\w+)' does not exist", "\n".join(errors))
-    assert sorted({*named, *suggested}) == sorted(MISSPELT.values())
+    named = re.findall(r"'\"(\w+)\"' does not exist in type", "\n".join(errors))
+    assert sorted(named) == sorted(MISSPELT.values())

@@ -1,0 +1,309 @@
+"""The dashboards as Grafana loads them: grid, ids, words, units, thresholds, variables, links."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from sdcwatch.errors import ConfigurationError
+from sdcwatch.monitor import looks
+from sdcwatch.monitor.config import MonitorConfig
+from sdcwatch.monitor.dashboards import dashboard_files
+
+Dashboards = dict[str, dict[str, Any]]
+ALLOWED = {"stat", "timeseries", "state-timeline", "table", "text", "barchart", "heatmap", "row"}
+
+
+def _panels(dashboards: Dashboards) -> Iterator[tuple[str, dict[str, Any]]]:
+    for slug, dashboard in dashboards.items():
+        for panel in dashboard["panels"]:
+            if panel["type"] != "row":
+                yield f"{slug}: {panel['title']}", panel
+
+
+def _colors(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in ("color", "fixedColor", "iconColor") and isinstance(inner, str):
+                yield inner
+            else:
+                yield from _colors(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _colors(inner)
+
+
+def test_there_are_three_with_readable_uids_of_at_most_40_characters(
+    dashboards: Dashboards,
+) -> None:
+    assert sorted(dashboards) == ["fleet", "run", "suspect"]
+    for slug, dashboard in dashboards.items():
+        assert dashboard["uid"] == f"sdcwatch-{slug}"
+        assert dashboard["timezone"] == "utc"
+        assert "sdcwatch" in dashboard["tags"]
+        assert len(f"{'x' * 28}-{slug}") <= 40
+
+
+def test_case_21_no_panel_leaves_the_grid_or_lies_on_another(dashboards: Dashboards) -> None:
+    for slug, dashboard in dashboards.items():
+        taken: set[tuple[int, int]] = set()
+        for panel in dashboard["panels"]:
+            at = panel["gridPos"]
+            assert at["x"] >= 0
+            assert at["w"] > 0
+            assert at["x"] + at["w"] <= 24
+            cells = {
+                (x, y)
+                for x in range(at["x"], at["x"] + at["w"])
+                for y in range(at["y"], at["y"] + at["h"])
+            }
+            assert not cells & taken, f"{slug}: {panel['title']}"
+            taken |= cells
+        height = max(y for _, y in taken) + 1
+        assert len(taken) == 24 * height, f"{slug} has holes"
+
+
+def test_panel_ids_are_unique_and_positive(dashboards: Dashboards) -> None:
+    for dashboard in dashboards.values():
+        ids = [panel["id"] for panel in dashboard["panels"]]
+        assert len(set(ids)) == len(ids)
+        assert min(ids) > 0
+
+
+def test_case_23_the_sdk_is_of_the_maintained_line(dashboards: Dashboards) -> None:
+    assert version("grafana-foundation-sdk").lstrip("v").startswith("0.0.")
+    for dashboard in dashboards.values():
+        assert dashboard["schemaVersion"] >= 41
+
+
+def test_case_23_the_other_line_of_the_sdk_is_refused_at_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1769699998!10.1.0")
+    spec = importlib.util.find_spec("sdcwatch.monitor.panels")
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "again", again)
+    with pytest.raises(ConfigurationError, match=r"Expected grafana-foundation-sdk 0\.0\.x"):
+        spec.loader.exec_module(again)
+
+
+def test_case_24_file_provisioning_takes_them(dashboards: Dashboards) -> None:
+    for dashboard in dashboards.values():
+        assert {"panels", "schemaVersion", "uid", "title"} <= set(dashboard)
+        assert not {"apiVersion", "spec", "kind", "__inputs", "__requires"} & set(dashboard)
+        assert "${DS_" not in json.dumps(dashboard)
+
+
+def test_case_28_no_panel_type_that_grafana_has_removed(dashboards: Dashboards) -> None:
+    for dashboard in dashboards.values():
+        assert {panel["type"] for panel in dashboard["panels"]} <= ALLOWED
+
+
+def test_every_panel_says_what_it_shows_and_what_to_do(dashboards: Dashboards) -> None:
+    for name, panel in _panels(dashboards):
+        assert panel["title"], name
+        assert len(panel["description"]) > 30, name
+        assert panel["description"].endswith("."), name
+    for dashboard in dashboards.values():
+        titles = [p["title"] for p in dashboard["panels"]]
+        assert len(set(titles)) == len(titles)
+
+
+def test_every_panel_has_unit_thresholds_and_words_for_nothing(dashboards: Dashboards) -> None:
+    for name, panel in _panels(dashboards):
+        defaults = panel["fieldConfig"]["defaults"]
+        assert defaults["unit"], name
+        assert defaults["noValue"], name
+        steps = defaults["thresholds"]["steps"]
+        assert defaults["thresholds"]["mode"] == "absolute", name
+        assert steps[0]["value"] is None, name
+        rest = [s["value"] for s in steps[1:]]
+        assert rest == sorted(rest), name
+        if panel["type"] == "stat":
+            assert panel["options"]["reduceOptions"]["calcs"] == ["lastNotNull"], name
+
+
+def test_colours_are_the_palette_and_every_state_has_a_word(dashboards: Dashboards) -> None:
+    for dashboard in dashboards.values():
+        assert set(_colors(dashboard)) <= set(looks.PALETTE)
+    for table in (
+        looks.VERDICT_LOOKS,
+        looks.GUARD_LOOKS,
+        looks.RANK_LOOKS,
+        looks.COVERAGE_LOOKS,
+        looks.MODE_LOOKS,
+    ):
+        texts = [look.text for look in table.values()]
+        assert len(set(texts)) == len(texts)
+        for text in texts:
+            symbol, _, word = text.partition(" ")
+            assert not symbol.isalnum()
+            assert word
+
+
+def test_every_state_of_the_records_has_a_look() -> None:
+    assert set(looks.GUARD_LOOKS) == set(looks.GuardState)
+    assert set(looks.RANK_LOOKS) == set(looks.RankState)
+    assert set(looks.COVERAGE_LOOKS) == set(looks.Coverage)
+    assert set(looks.VERDICT_LOOKS) == set(looks.VerdictCode)
+    assert set(looks.OUTCOME_COLORS) == set(looks.Outcome) - {looks.Outcome.PASS}
+
+
+def test_variables_come_in_order_and_offer_all(dashboards: Dashboards) -> None:
+    expected = {
+        "fleet": ["datasource", "job", "run"],
+        "run": ["datasource", "job", "run"],
+        "suspect": ["datasource", "job", "run", "gpu"],
+    }
+    for slug, dashboard in dashboards.items():
+        variables = dashboard["templating"]["list"]
+        assert [v["name"] for v in variables] == expected[slug]
+        assert variables[0]["type"] == "datasource"
+        assert variables[0]["current"]["value"] == "prometheus"
+        for variable in variables[1:]:
+            assert variable["refresh"] == 2
+            assert variable["sort"] == 1
+            if slug == "run" and variable["name"] == "run":
+                assert variable["multi"] is False
+            else:
+                assert (variable["multi"], variable["allValue"]) == (True, ".+")
+
+
+def test_scope_labels_become_variables_matchers_and_groups() -> None:
+    config = MonitorConfig(scope_labels=("cluster", "namespace"))
+    files = dashboard_files(config)
+    for text in files.values():
+        dashboard = json.loads(text)
+        names = [v["name"] for v in dashboard["templating"]["list"]]
+        assert names[:5] == ["datasource", "cluster", "namespace", "job", "run"]
+        for panel in dashboard["panels"]:
+            for target in panel.get("targets", ()):
+                for selector in re.findall(r"sdcwatch_\w+\{[^}]*\}", target["expr"]):
+                    assert 'cluster=~"$cluster",namespace=~"$namespace",' in selector
+
+
+def test_every_query_filters_on_job_and_run_through_the_data_source_variable(
+    dashboards: Dashboards,
+) -> None:
+    for name, panel in _panels(dashboards):
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, name
+        refs = [t["refId"] for t in panel["targets"]]
+        assert len(set(refs)) == len(refs)
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == "${datasource}", name
+            assert not re.search(r"sdcwatch_\w+(?![\w{])", target["expr"]), name
+            for selector in re.findall(r"sdcwatch_\w+\{[^}]*\}", target["expr"]):
+                assert 'job=~"$job",run=~"$run"' in selector, name
+
+
+def test_the_first_lines_of_the_run_page_read_ranges_and_stand_above_the_fold(
+    dashboards: Dashboards,
+) -> None:
+    run = dashboards["run"]["panels"]
+    rows = [p for p in run if p["type"] == "row"]
+    first = [p for p in run if p["type"] != "row" and p["gridPos"]["y"] < rows[1]["gridPos"]["y"]]
+
+    assert max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in first) <= 11
+    assert {
+        "Verdict", "Guard", "Mode", "Coverage", "Audited", "At risk", "Last clean audit",
+        "Overhead", "Suspects", "Updates skipped", "Checkpoints withheld", "Last good checkpoint",
+        "Wrong, no name",
+    } == {p["title"] for p in first}  # fmt: skip
+    for panel in first:
+        for target in panel["targets"]:
+            bare = re.sub(r"sdcwatch_\w+\{[^}]*\}\[\$__range\]", "", target["expr"])
+            bare = re.sub(r"sdcwatch_\w+\{[^}]*\}\[6h\] offset \$__range", "", bare)
+            assert "sdcwatch_" not in bare, f"{panel['title']} reads an instant"
+
+
+def test_links_lead_from_fleet_to_run_to_suspect_and_to_the_runbook(
+    dashboards: Dashboards,
+) -> None:
+    for dashboard in dashboards.values():
+        links = {link["title"]: link for link in dashboard["links"]}
+        assert links["sdcwatch"]["includeVars"] is True
+        assert links["sdcwatch"]["keepTime"] is True
+        assert links["Back to fleet"]["url"] == "/d/sdcwatch-fleet"
+        assert links["Runbook"]["url"].endswith("runbook.html")
+    assert "/d/sdcwatch-run?var-run=${__data.fields.Run}" in json.dumps(dashboards["fleet"])
+    assert "/d/sdcwatch-suspect?var-run=" in json.dumps(dashboards["run"])
+    assert '"options": "wandb url"' in json.dumps(dashboards["run"])
+
+
+def test_annotations_keep_grafanas_own_entry_and_mark_findings_at_their_time(
+    dashboards: Dashboards,
+) -> None:
+    for dashboard in dashboards.values():
+        builtin, findings = dashboard["annotations"]["list"]
+        assert builtin["builtIn"] == 1
+        assert findings["useValueForTime"] is True
+        assert findings["target"]["expr"].endswith("* 1000")
+
+
+def test_the_sdk_reads_back_what_it_wrote(dashboards: Dashboards) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from grafana_foundation_sdk.cog.encoder import JSONEncoder
+        from grafana_foundation_sdk.cog.plugins import register_default_plugins
+        from grafana_foundation_sdk.models.dashboard import Dashboard
+    register_default_plugins()
+    for dashboard in dashboards.values():
+        again = json.loads(json.dumps(Dashboard.from_json(dashboard), cls=JSONEncoder))
+        lost = _missing(dashboard, again)
+        assert lost == []
+
+
+def _missing(expected: Any, actual: Any, path: str = "") -> list[str]:
+    """Paths of values that did not survive; defaults that the SDK adds are no loss."""
+    if isinstance(expected, dict):
+        return [
+            lost
+            for key, value in expected.items()
+            for lost in (
+                _missing(value, actual[key], f"{path}.{key}")
+                if isinstance(actual, dict) and key in actual
+                else [f"{path}.{key}"]
+            )
+        ]
+    if isinstance(expected, list):
+        if not isinstance(actual, list) or len(actual) != len(expected):
+            return [path]
+        return [
+            lost
+            for i, (e, a) in enumerate(zip(expected, actual, strict=True))
+            for lost in _missing(e, a, f"{path}[{i}]")
+        ]
+    return [] if expected == actual else [path]
+
+
+def test_two_builds_are_equal_and_hold_no_clock_or_version(config: MonitorConfig) -> None:
+    assert dashboard_files(config) == dashboard_files(config)
+
+
+@pytest.mark.parametrize("wrong", [23, 25])
+def test_a_line_that_does_not_fill_the_grid_is_refused(wrong: int) -> None:
+    from sdcwatch.monitor.panels import Grid, Query, Show, stat_panel
+
+    panel = stat_panel("t", "d", Query("vector(1)"), show=Show())
+    with pytest.raises(ValueError, match="Expected a line of 24 columns"):
+        Grid().line(4, (1, wrong, panel))
+
+
+def test_a_panel_id_used_twice_is_refused() -> None:
+    from sdcwatch.monitor.panels import Grid, Query, Show, stat_panel
+
+    panel = stat_panel("t", "d", Query("vector(1)"), show=Show())
+    grid = Grid()
+    grid.row(1, "row")
+    with pytest.raises(ValueError, match="unique"):
+        grid.line(4, (1, 24, panel))
