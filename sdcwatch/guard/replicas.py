@@ -40,8 +40,12 @@ class Replicas:
             agree(self._parts.exchange, Operation.WEIGHTS, step)
             self.check(step)
 
-    def check(self, step: int) -> None:
+    def check(self, step: int, *, saving: bool = False) -> None:
         """Compare now. Every rank calls it at the same step.
+
+        Args:
+            step: The step.
+            saving: A checkpoint waits for the answer; it is withheld if replicas differ.
 
         Raises:
             CorruptionDetected: Replicas differ, unless the guard only observes.
@@ -51,14 +55,16 @@ class Replicas:
             equal = self._parts.weights.equal(f"the weight check of step {step}")
         reporter.window.weight_checks += 1
         if not equal:
-            self.differ(step)
+            self.differ(step, saving=saving)
             return
         reporter.passed(Check.FINGERPRINT)
         reporter.last_weight_check = (step, time.time())
         self.passed_at = step
 
-    def differ(self, step: int) -> None:
+    def differ(self, step: int, *, saving: bool = False) -> None:
         """Replicas differ: say who dissents, once, and stop unless the guard only observes.
+
+        The checkpoint of this step is withheld if one waits for the answer or is due.
 
         Raises:
             CorruptionDetected: Unless the guard only observes.
@@ -76,6 +82,7 @@ class Replicas:
         parts.reporter.enter(GuardState.TAINTED, "the replicas hold different weights")
         if config.mode == "observe":
             return
-        if config.checkpoint_every is not None and step % config.checkpoint_every == 0 < step:
+        every = config.checkpoint_every
+        if saving or (every is not None and step % every == 0 < step):
             parts.checkpoints.withhold(step, GateReason.FINGERPRINT, verdict.reason, None)
         raise CorruptionDetected(verdict)

@@ -127,7 +127,7 @@ class Guard(JoinableGuard):
         self._parts.reporter.flush()
         agree(self._parts.exchange, Operation.SAVE, step)
         if self._replicas.tainted is None and self._replicas.passed_at != step:
-            self._replicas.check(step)
+            self._replicas.check(step, saving=True)
         return self._parts.checkpoints.carry_out(
             step, judge_checkpoint(self._gate_facts(step)), save, on
         )
