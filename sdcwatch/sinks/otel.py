@@ -32,7 +32,6 @@ from sdcwatch.core.catalog import CATALOG, Metric
 from sdcwatch.sinks.base import SinkCounts
 from sdcwatch.sinks.endpoint import MetricsEndpoint
 from sdcwatch.sinks.measure import Measurement, Measurer
-from sdcwatch.sinks.otlp import OtlpReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
 
     from sdcwatch.core.records import Record
+    from sdcwatch.sinks.otlp import OtlpReader
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
 
@@ -274,6 +274,8 @@ def _own_provider(
 
 
 def _push(lines: list[str]) -> OtlpReader | None:
+    from sdcwatch.sinks.otlp import OtlpReader  # pulls in an HTTP client
+
     try:
         reader = OtlpReader()
     except Exception as error:  # a variable nobody can read must not stop a training run

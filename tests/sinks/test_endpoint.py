@@ -142,6 +142,7 @@ dispatcher.close()
 """
 
 
+@pytest.mark.timeout(180)  # eight processes start at once
 def test_case_14_eight_processes_with_one_configured_port_have_eight_endpoints(
     tmp_path, free_port, scrape
 ):
@@ -169,7 +170,7 @@ def test_case_14_eight_processes_with_one_configured_port_have_eight_endpoints(
     assert sorted(entries) == sorted(url.split("/")[2] for url in urls)
 
     for rank in ranks:
-        rank.communicate("\n", timeout=20)
+        rank.communicate("\n", timeout=60)
 
     assert [rank.returncode for rank in ranks] == [0] * 8
     assert list(Path(tmp_path, "sd").iterdir()) == []

@@ -136,13 +136,15 @@ def test_scrapes_return_while_the_training_thread_sleeps_in_a_hook(sinks, feed, 
 
     dispatcher, _ = sinks(faulty_run[0])
     feed(dispatcher, faulty_run)
-    hook = threading.Thread(target=time.sleep, args=(1.0,))
+    wake = threading.Event()
+    hook = threading.Thread(target=wake.wait, args=(60.0,))
     hook.start()
 
     texts = [scrape(dispatcher.links["metrics"], timeout=5) for _ in range(10)]
 
     assert hook.is_alive()
     assert all("sdcwatch_verdicts_total" in text for text in texts)
+    wake.set()
     hook.join()
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(180)  # the real W&B client, and exporters that retry
+
 CANARIES = {
     "WANDB_API_KEY": "c0ffee00c0ffee00c0ffee00c0ffee00c0ffee00",
     "OTEL_EXPORTER_OTLP_HEADERS": "HEADERCANARY",
@@ -64,7 +66,7 @@ def leftovers(tmp_path_factory):
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(root)],
-        env=environment, capture_output=True, timeout=58, cwd=root,
+        env=environment, capture_output=True, timeout=150, cwd=root,
     )  # fmt: skip
     found = {"stdout": done.stdout, "stderr": done.stderr}
     for path in root.rglob("*"):

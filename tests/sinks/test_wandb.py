@@ -18,6 +18,7 @@ wandb = pytest.importorskip("wandb", reason="pip install 'sdcwatch[wandb]'")
 from sdcwatch.sinks.wandb import WandbSink, publish_report  # noqa: E402
 
 pytestmark = [
+    pytest.mark.timeout(180),  # the real client starts a service of its own
     pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb.*"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # wandb leaves sockets to the exit
 ]
@@ -357,7 +358,7 @@ def run_hosts(hosts, root, **environment):
         env={**os.environ, "WANDB_SILENT": "true", **environment},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

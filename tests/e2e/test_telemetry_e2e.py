@@ -1,0 +1,364 @@
+"""The demo's default faults as a real Prometheus, an OTLP receiver and W&B's own file see them."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections import Counter, defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from sdcwatch.core.catalog import CATALOG
+from sdcwatch.core.records import Outcome
+from sdcwatch.sinks.jsonl import read_records
+
+LINGER_SECONDS = 5.0
+SELF = "sdcwatch_telemetry_"
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.promtool,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None,
+        reason="prometheus is not installed; Debian has it in the package prometheus",
+    ),
+]
+
+
+def _sink_fixtures():
+    path = Path(__file__).parents[1] / "sinks" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("sink_fixtures", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FIXTURES = _sink_fixtures()
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Prometheus:
+    """A Prometheus that scrapes one target twice a second."""
+
+    def __init__(self, root, target):
+        self.port = free_port()
+        config = {
+            "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
+            "scrape_configs": [{"job_name": "sdcwatch", "static_configs": [{"targets": [target]}]}],
+        }
+        (root / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self._process = subprocess.Popen(
+            [
+                "prometheus", f"--config.file={root / 'prometheus.yml'}",
+                f"--storage.tsdb.path={root / 'data'}",
+                f"--web.listen-address=127.0.0.1:{self.port}",
+            ],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def at(self, moment):
+        """Every series of sdcwatch at a moment, as labels to value."""
+        query = urllib.parse.urlencode({"query": '{job="sdcwatch"}', "time": moment})
+        url = f"http://127.0.0.1:{self.port}/api/v1/query?{query}"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return json.load(response)["data"]["result"]
+
+    def stop(self):
+        self._process.terminate()
+        self._process.wait(30)
+
+
+def watch_endpoint(url, texts, stop):
+    """Scrape once a second; between the segments nobody listens."""
+    while not stop.wait(1.0):
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
+            texts.append(response.read().decode())
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """One run of the demo, scraped and pushed at the same time."""
+    root = tmp_path_factory.mktemp("demo")
+    port = free_port()
+    collector, prometheus = FIXTURES.Collector(), Prometheus(root, f"127.0.0.1:{port}")
+    texts, stop = [], threading.Event()
+    url = f"http://127.0.0.1:{port}/metrics"
+    watching = threading.Thread(target=watch_endpoint, args=(url, texts, stop))
+    watching.start()
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("OTEL_")},
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+        "OTEL_METRIC_EXPORT_INTERVAL": "2000",
+    }
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "sdcwatch", "demo", "--run-dir", str(root / "run"),
+            "--metrics-port", str(port), "--linger", str(LINGER_SECONDS),
+        ],
+        env=environment, capture_output=True, text=True, timeout=1100,
+    )  # fmt: skip
+    stop.set()
+    watching.join()
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield SimpleNamespace(
+        run_dir=root / "run", output=done.stdout, url=url, texts=texts, collector=collector,
+        prometheus=prometheus, segments=segments(read_records(root / "run")),
+    )  # fmt: skip
+    prometheus.stop()
+    collector.close()
+
+
+def segments(records):
+    """The records of each launch of the run."""
+    found = []
+    for record in records:
+        if record.kind == "start":
+            found.append([])
+        found[-1].append(record)
+    return found
+
+
+def totals_of(windows):
+    """Series that add up over windows."""
+
+    def total(name):
+        return sum(getattr(window, name) for window in windows)
+
+    wanted = {
+        ("sdcwatch_audit_comparisons_total",): total("comparisons"),
+        ("sdcwatch_fingerprint_checks_total",): total("weight_checks"),
+        ("sdcwatch_fingerprint_disagreements_total",): total("disagreements"),
+        ("sdcwatch_audit_mismatches_total", "kind=loss"): total("loss_mismatches"),
+        ("sdcwatch_audit_mismatches_total", "kind=gradient"): total("gradient_mismatches"),
+        ("sdcwatch_steps_total", "kind=audit"): total("audit_steps"),
+        ("sdcwatch_steps_total", "kind=plain"): total("plain_steps"),
+        ("sdcwatch_step",): windows[-1].step,
+    }
+    passes = Counter()
+    for count in (count for window in windows for count in window.counts):
+        if count.outcome is Outcome.PASS:
+            passes[count.check.value] += count.count
+    for check, n in passes.items():
+        wanted[("sdcwatch_verdicts_total", f"check={check}", "outcome=pass")] = n
+    return wanted
+
+
+def findings_of(verdicts):
+    """Series that verdicts which are no pass leave."""
+    wanted = {}
+    for (check, outcome), n in Counter((v.check.value, v.outcome.value) for v in verdicts).items():
+        wanted[("sdcwatch_verdicts_total", f"check={check}", f"outcome={outcome}")] = n
+    for verdict in verdicts:
+        wanted[("sdcwatch_last_event_step", f"check={verdict.check.value}")] = verdict.step
+        for s in verdict.suspects if verdict.outcome is Outcome.SUSPECT else ():
+            who = (f"gpu={s.gpu}", f"instance_id={s.instance_id}", f"node={s.node}")
+            wanted[("sdcwatch_rank_state", *who, f"rank={s.rank}", "state=suspect")] = 1
+    return wanted
+
+
+def expected_series(records):
+    """What one segment must show, counted from its event log without the sink's own code."""
+    kinds = defaultdict(list)
+    for record in records:
+        kinds[record.kind].append(record)
+    wanted = {
+        **totals_of(kinds["progress"]),
+        **findings_of(kinds["verdict"]),
+        ("sdcwatch_world_size",): 6,
+        ("sdcwatch_start_time_seconds",): records[0].time,
+        ("sdcwatch_guard_state", f"state={kinds['finish'][0].state.value}"): 1,
+        ("sdcwatch_coverage", f"coverage={kinds['preflight'][0].coverage.value}"): 1,
+    }
+    for reason, n in Counter(s.reason.value for s in kinds["skip"]).items():
+        wanted[("sdcwatch_updates_skipped_total", f"reason={reason}")] = n
+    came = Counter((c.reason.value, c.result.value) for c in kinds["checkpoint"])
+    for (reason, result), n in came.items():
+        wanted[("sdcwatch_checkpoints_total", f"reason={reason}", f"result={result}")] = n
+    return wanted
+
+
+def as_series(result):
+    found = {}
+    for entry in result:
+        labels = dict(entry["metric"])
+        name = labels.pop("__name__")
+        for label in ("job", "instance", "run", "exporter_rank"):
+            labels.pop(label, None)
+        key = (name, *(f"{k}={v}" for k, v in sorted(labels.items())))
+        found[key] = float(entry["value"][1])
+    return found
+
+
+def end_of(segment):
+    return segment[-1].time + LINGER_SECONDS - 1.5
+
+
+def difference(wanted, found):
+    return {k: (v, found.get(k)) for k, v in wanted.items() if found.get(k) != pytest.approx(v)}
+
+
+def test_the_demo_says_where_metrics_and_wandb_are(demo):
+    assert demo.url in demo.output
+    assert str(demo.run_dir / "wandb") in demo.output.replace("\n", "")
+
+
+def test_the_faults_were_found_and_the_run_restarted(demo):
+    assert len(demo.segments) == 2
+    named = {
+        s.rank for seg in demo.segments for r in seg if r.kind == "verdict" for s in r.suspects
+    }
+    assert named
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_prometheus_has_the_right_values_at_the_end_of_each_segment(demo, number):
+    segment = demo.segments[number]
+
+    found = as_series(demo.prometheus.at(end_of(segment)))
+
+    assert difference(expected_series(segment), found) == {}
+
+
+def test_prometheus_has_every_metric_of_the_catalogue(demo):
+    names = {
+        entry["metric"]["__name__"]
+        for segment in demo.segments
+        for entry in demo.prometheus.at(end_of(segment))
+    }
+    wanted = {m.prometheus + ("_bucket" if m.kind == "histogram" else "") for m in CATALOG}
+
+    assert wanted - names == set()
+
+
+def test_every_series_names_the_run_and_the_exporting_rank_and_suspects_apart(demo):
+    result = [e["metric"] for e in demo.prometheus.at(end_of(demo.segments[0]))]
+    ours = [m for m in result if m["__name__"].startswith("sdcwatch_")]
+    suspects = {m["rank"] for m in ours if m["__name__"] == "sdcwatch_rank_state"}
+    verdicts = [r for r in demo.segments[0] if r.kind == "verdict"]
+    named = {str(s.rank) for v in verdicts if v.outcome is Outcome.SUSPECT for s in v.suspects}
+
+    assert {m["run"] for m in ours} == {demo.segments[0][0].run}
+    assert {m["exporter_rank"] for m in ours} == {"0"}
+    assert suspects == named
+    assert not [label for m in ours for label in m if label.startswith(("otel_", "exported_"))]
+
+
+def test_promtool_finds_nothing_to_say_about_the_last_scrape(demo):
+    check = subprocess.run(
+        ["promtool", "check", "metrics"], input=demo.texts[-1], capture_output=True, text=True
+    )
+    assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
+
+
+def test_the_push_has_the_names_labels_and_values_of_the_last_scrape(demo):
+    pulled = FIXTURES.parse_series(demo.texts[-1], drop=())
+    pulled = {k: v for k, v in pulled.items() if not k[0].startswith(("target_info", SELF))}
+    pulled = {k: v for k, v in pulled.items() if not k[0].endswith("_bucket")}
+    pushed = {k: v for k, v in demo.collector.last().items() if not k[0].startswith(SELF)}
+
+    assert set(pushed) == set(pulled)
+    assert difference(pulled, pushed) == {}
+
+
+def test_every_verdict_arrives_as_a_log_record(demo):
+    bodies = [
+        log.body.string_value
+        for request in demo.collector.logs
+        for rl in request.resource_logs
+        for sl in rl.scope_logs
+        for log in sl.log_records
+    ]
+    verdicts = [r.reason for seg in demo.segments for r in seg if r.kind == "verdict"]
+
+    assert bodies == verdicts
+
+
+def test_the_offline_wandb_runs_say_what_the_event_log_says(demo):
+    pytest.importorskip("wandb", reason="pip install 'sdcwatch[wandb]'")
+    paths = sorted(demo.run_dir.glob("wandb/offline-run-*"))
+    assert len(paths) == len(demo.segments)
+    for path, segment in zip(paths, demo.segments, strict=True):
+        (file,) = path.glob("*.wandb")
+        summary, alerts = {}, []
+        for record in FIXTURES.read_wandb_file(file):
+            kind = record.WhichOneof("record_type")
+            if kind == "summary":
+                for item in record.summary.update:
+                    key = item.key or "/".join(item.nested_key)
+                    summary[key] = json.loads(item.value_json)
+            elif kind == "alert":
+                alerts.append(record.alert.title)
+        verdicts = [r for r in segment if r.kind == "verdict"]
+        tables = path.glob("files/media/table/**/*.json")
+        rows = [row for table in tables for row in json.loads(table.read_text())["data"]]
+        suspects = {
+            str(s.rank) for v in verdicts if v.outcome is Outcome.SUSPECT for s in v.suspects
+        }
+
+        assert sorted(row[1] for row in rows) == sorted(v.step for v in verdicts)
+        assert len(alerts) == len(set(alerts)) == len(verdicts)
+        assert set(summary["sdcwatch/suspect_ranks"].split(", ")) - {""} == suspects
+        assert summary["sdcwatch/verdict"] == ("tainted" if len(verdicts) else "clean")
+        assert summary["sdcwatch/steps"] == sum(
+            r.plain_steps + r.audit_steps for r in segment if r.kind == "progress"
+        )
+
+
+def test_ten_scrapes_return_while_the_training_thread_sleeps_ten_seconds_in_a_hook(tmp_path):
+    import torch
+
+    from sdcwatch.config import TelemetryConfig, launcher_environment
+    from sdcwatch.sinks.build import build_sinks
+
+    records = FIXTURES.make_faulty_run()
+    dispatcher, _ = build_sinks(
+        TelemetryConfig(prometheus_port=0, wandb=False, otlp=False), records[0], rank=0,
+        local_rank=0, environment=launcher_environment(), run_dir=tmp_path,
+    )  # fmt: skip
+    for record in records:
+        dispatcher.emit(record)
+    assert dispatcher.drain(30.0)
+    inside, texts = threading.Event(), []
+
+    def scrape():
+        inside.wait(30)
+        for _ in range(10):
+            with urllib.request.urlopen(dispatcher.links["metrics"], timeout=5) as response:
+                texts.append((time.monotonic(), response.read()))
+            time.sleep(0.5)
+
+    scraping = threading.Thread(target=scrape)
+    scraping.start()
+    weight = torch.ones(3, requires_grad=True)
+
+    def hook(gradient):
+        inside.set()
+        time.sleep(10.0)
+
+    weight.register_hook(hook)
+    weight.sum().backward()
+    woke = time.monotonic()
+    scraping.join()
+    dispatcher.close()
+
+    assert len(texts) == 10
+    assert all(b"sdcwatch_verdicts_total" in text for _, text in texts)
+    assert all(moment < woke for moment, _ in texts)
