@@ -97,12 +97,12 @@ def cli() -> None:
 @click.option("--metrics-port", type=click.IntRange(0, 65535), default=0, show_default=True,
               help="Port of /metrics; 0 takes a free one.")  # fmt: skip
 @click.option("--metrics-host", default="127.0.0.1", show_default=True)
-@click.option("--linger", "linger_seconds", type=click.FloatRange(0), default=0.0,
-              show_default=True,
-              help="Seconds that /metrics stays up at the end of a segment.")  # fmt: skip
+@click.option("--linger", "linger_seconds", type=click.FloatRange(0),
+              help="Seconds that /metrics stays up at the end of a segment, for a last scrape.  "
+                   "[default: 0, with --serve 15]")  # fmt: skip
 @click.option("--wandb", type=click.Choice(["offline", "online", "off"]), default="offline",
               show_default=True, help="Where the W&B run goes.")  # fmt: skip
-def demo(faults: str, run_dir: Path | None, steps: int | None, **options: Any) -> int:
+def demo(faults: str, run_dir: Path | None, **options: Any) -> int:
     """Train a small GPT over simulated nodes, with planted faults."""
     from rich.console import Console
 
@@ -111,9 +111,8 @@ def demo(faults: str, run_dir: Path | None, steps: int | None, **options: Any) -
     from sdcwatch.demo.settings import DemoSettings
 
     run = run_dir.name if run_dir is not None else new_run("demo")
-    if steps is not None:
-        options["steps"] = steps
-    settings = DemoSettings(run=run, run_dir=run_dir or RUNS_DIR / run, **options)
+    given = {name: value for name, value in options.items() if value is not None}
+    settings = DemoSettings(run=run, run_dir=run_dir or RUNS_DIR / run, **given)
     plan = choose_plan(faults, settings.world_size)
     settings = prepare(settings, plan)
     console = Console()

@@ -18,6 +18,7 @@ AUDIT_EVERY = 20
 FINGERPRINT_EVERY = 5
 CHECKPOINT_EVERY = 40
 DEFAULT_STEPS = 180
+SCRAPE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,8 @@ class DemoSettings:
         serve: Keep /metrics up after the run until interrupted.
         metrics_host: Address /metrics binds to.
         metrics_port: Its port; a free one has been chosen where the user gave 0.
-        linger_seconds: How long /metrics stays up at the end of each segment.
+        linger_seconds: How long /metrics stays up at the end of each segment; None means not at
+            all, or under `serve` as long as a scrape may take.
         wandb: "offline" writes below `run_dir`, "online" syncs, "off" does without.
         batch: Sequences in each micro-batch.
         peak_learning_rate: Learning rate after warm-up.
@@ -54,7 +56,7 @@ class DemoSettings:
     serve: bool = False
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
-    linger_seconds: float = 0.0
+    linger_seconds: float | None = None
     wandb: WandbMode = "offline"
     batch: int = 2
     peak_learning_rate: float = 2e-3
@@ -66,6 +68,13 @@ class DemoSettings:
             if getattr(self, name) < 1:
                 msg = f"Expected {name} >= 1, but got {getattr(self, name)}. Pass a larger number."
                 raise ConfigurationError(msg)
+
+    @property
+    def linger(self) -> float:
+        """Seconds that /metrics stays up at the end of a segment that is followed by another."""
+        if self.linger_seconds is not None:
+            return self.linger_seconds
+        return SCRAPE_SECONDS if self.serve else 0.0
 
     @property
     def world_size(self) -> int:

@@ -217,5 +217,5 @@ class Trainer:
             prometheus_port=settings.metrics_port,
             file_sd_dir=settings.file_sd_dir,
             wandb_init=wandb_init,
-            linger_seconds=_UNTIL_INTERRUPTED_SECONDS if serve else settings.linger_seconds,
+            linger_seconds=_UNTIL_INTERRUPTED_SECONDS if serve else settings.linger,
         )

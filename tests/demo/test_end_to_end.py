@@ -46,6 +46,14 @@ faults:
     rank: 0
     step: 9
     expect: miss
+  - name: a weight that differs on one replica
+    site: weight
+    target: norm.weight
+    kind: bit_flip
+    bit: 22
+    rank: 0
+    step: 45
+    expect: {check: fingerprint, outcome: suspect, ranks: [0]}
 """
 
 
@@ -110,7 +118,7 @@ def graded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int
     folder = tmp_path_factory.mktemp("graded")
     (folder / "mine.yaml").write_text(PLAN, encoding="utf-8")
     run_dir = folder / "run"
-    with demo(run_dir, "--faults", str(folder / "mine.yaml")) as process:
+    with demo(run_dir, "--faults", str(folder / "mine.yaml"), "--steps", "46") as process:
         output, _ = process.communicate(timeout=400)
         return run_dir, output, process.returncode
 
@@ -119,11 +127,22 @@ def test_every_planted_fault_gets_its_verdict(graded_run: tuple[Path, str, int])
     run_dir, output, code = graded_run
 
     assert code == 0, output
-    assert "✓ PASSED: all 3 planted faults as expected, no other alarm" in output
-    assert output.count("✓ right") == 3
+    assert "✓ PASSED: all 4 planted faults as expected, no other alarm" in output
+    assert output.count("✓ right") == 4
     assert f"Report: {run_dir / 'report.html'}" in output
     assert "SUSPECT rank 1 on sim-node-1" in output
     assert (run_dir / "report.html").stat().st_size > 1_000_000
+
+
+def test_a_tainted_run_resumes_from_the_last_good_checkpoint(
+    graded_run: tuple[Path, str, int],
+) -> None:
+    run_dir, output, _ = graded_run
+    resumed = output.partition("✗ run TAINTED")[2]
+
+    assert "▶ guarding 3 ranks on 3 nodes: after step 40" in resumed
+    assert "■ ended: finished" in resumed
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-000040.pt"]
 
 
 def test_the_next_commands_can_be_pasted(graded_run: tuple[Path, str, int]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,3 +117,12 @@ def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
 
 def test_two_runs_never_share_a_name() -> None:
     assert len({new_run("demo") for _ in range(50)}) == 50
+
+
+def test_metrics_linger_between_segments_only_where_somebody_scrapes(tmp_path: Path) -> None:
+    def linger(**options: Any) -> float:
+        return DemoSettings(run="r", run_dir=tmp_path, **options).linger
+
+    assert linger() == 0.0
+    assert linger(serve=True) > 0.0
+    assert linger(serve=True, linger_seconds=3.0) == 3.0
