@@ -19,6 +19,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -195,20 +196,59 @@ class Training:
         self.model(self.batch).square().mean().backward()
 
 
-def block(training: Training, condition: Condition, steps: int) -> tuple[float, float, int]:
-    """Median wall seconds of a step, its worst, and the records lost."""
+@dataclass(frozen=True)
+class Block:
+    """Medians over the steps of one block, in seconds; records lost."""
+
+    wall: float
+    thread: float  # CPU time of the training thread: neighbours on a shared machine do not count
+    emit: float
+    worst_emit: float
+    lost: int
+
+
+def block(training: Training, condition: Condition, steps: int) -> Block:
+    samples: list[tuple[float, float, float]] = []
     with tempfile.TemporaryDirectory() as root, condition(Path(root)) as dispatcher:
         dispatcher.emit(START)
-        times = []
         for step in range(1, steps + 1):
-            begin = time.perf_counter()
+            began, thread = time.perf_counter(), time.thread_time()
             training.step()
+            emitting = time.perf_counter()
             dispatcher.emit(progress(step))
             if step % 10 == 0:
                 dispatcher.emit(verdict(step))
-            times.append(time.perf_counter() - begin)
+            done = time.perf_counter()
+            samples.append((done - began, time.thread_time() - thread, done - emitting))
+    wall, cpu, emit = zip(*samples, strict=True)
     lost = sum(counts.lost for counts in dispatcher.counts)
-    return statistics.median(times), max(times), lost
+    return Block(
+        statistics.median(wall), statistics.median(cpu), statistics.median(emit), max(emit), lost
+    )
+
+
+def row(name: str, pairs: list[tuple[Block, Block]]) -> str:
+    wall = sorted(a.wall / b.wall for a, b in pairs)
+    cpu = sorted(a.thread / b.thread for a, b in pairs)
+    quarter = len(wall) // 4
+    cells = (
+        name,
+        f"{statistics.median(b.wall for _, b in pairs) * 1e3:.1f}",
+        f"{statistics.median(wall):.3f}",
+        f"{wall[quarter]:.2f} to {wall[-1 - quarter]:.2f}",
+        f"{statistics.median(cpu):.3f}",
+        f"{cpu[quarter]:.2f} to {cpu[-1 - quarter]:.2f}",
+        f"{statistics.median(a.emit for a, _ in pairs) * 1e6:.0f}",
+        f"{max(a.worst_emit for a, _ in pairs) * 1e3:.0f}",
+        str(sum(a.lost for a, _ in pairs)),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+HEADER = (
+    "| telemetry | step off, ms | wall ratio | quartiles | CPU ratio | quartiles | emit µs | "
+    "worst emit ms | lost |"
+)
 
 
 def main() -> None:
@@ -221,22 +261,14 @@ def main() -> None:
     training = Training()
     for condition in CONDITIONS.values():
         block(training, condition, 5)
-    print("| telemetry | step ms | off ms | ratio | spread of ratios | records lost |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for name, condition in CONDITIONS.items():
-        pairs = [
-            (block(training, condition, options.steps), block(training, off, options.steps))
-            for _ in range(options.pairs)
-        ]
-        ratios = sorted(a[0] / b[0] for a, b in pairs)
-        quarter = len(ratios) // 4
-        on, base = (statistics.median(p[i][0] for p in pairs) * 1e3 for i in (0, 1))
-        lost = sum(a[2] for a, _ in pairs)
-        print(
-            f"| {name} | {on:.2f} | {base:.2f} | {statistics.median(ratios):.3f} | "
-            f"{ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f} | {lost} |",
-            flush=True,
-        )
+    pairs: dict[str, list[tuple[Block, Block]]] = {name: [] for name in CONDITIONS}
+    for _ in range(options.pairs):
+        for name, condition in CONDITIONS.items():
+            on, base = (block(training, c, options.steps) for c in (condition, off))
+            pairs[name].append((on, base))
+    print(f"{HEADER}\n|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for name, sampled in pairs.items():
+        print(row(name, sampled))
 
 
 if __name__ == "__main__":
