@@ -39,7 +39,7 @@ faults:
     kind: scale
     factor: 1.0001
     element: 3
-    ranks: all
+    ranks: [0, 1, 2]
     probability: 0.4
     persistence: sticky
     role: both

@@ -44,9 +44,14 @@ def current(metric: Metric, scope: Scope) -> str:
     return fact(newest(select(metric, scope), scope), scope)
 
 
-def age(metric: Metric, scope: Scope) -> str:
+def since(time: str) -> str:
     """Seconds since a unix time; nothing while it is 0."""
-    return f"time() - ({current(metric, scope)} > 0)"
+    return f"time() - ({time} > 0)"
+
+
+def age(metric: Metric, scope: Scope) -> str:
+    """Seconds since a unix time of the process that started last."""
+    return since(current(metric, scope))
 
 
 def word(metric: Metric, label: str, scope: Scope) -> str:
@@ -127,12 +132,17 @@ def beside_evidence(scope: Scope, expression: str, on: str, *labels: str) -> str
         on: Labels of the expression.
         *labels: Labels of the rows, besides `check`.
     """
-    return f"{evidence(scope, 'bad', *labels)} * 0 + on ({on}) group_left () {expression}"
+    return f"{evidence(scope, 'bad', *labels)} * 0 + on ({on}) group_left () ({expression})"
+
+
+def highest(metric: Metric, scope: Scope, *labels: str) -> str:
+    """The highest value in the range: a resumed process starts from 0 and forgets."""
+    return fact(f"max_over_time({select(metric, scope)}[{RANGE.text}])", scope, *labels)
 
 
 def last_step_of_check(scope: Scope) -> str:
     """The step of the last verdict of a check that was not a pass."""
-    return fact(last(select(LAST_EVENT_STEP, scope)), scope, "check")
+    return highest(LAST_EVENT_STEP, scope, "check")
 
 
 def ranks_suspect(scope: Scope) -> str:

@@ -169,13 +169,14 @@ def color_by_suffix(panel: Any, colors: Mapping[str, str]) -> Any:
 
 def stat_panel(title: str, description: str, *queries: Query, show: Show) -> Any:
     """One or a few big values; the background carries the threshold."""
+    named = any(query.legend for query in queries)
     reduce = common.ReduceDataOptions().calcs(["lastNotNull"]).values(False).fields(show.fields)
     panel = (
         _common(stat.Panel(), title, description, queries, show)
         .reduce_options(reduce)
         .graph_mode(cm.BigValueGraphMode.NONE)
         .color_mode(cm.BigValueColorMode.BACKGROUND_SOLID)
-        .text_mode(cm.BigValueTextMode.VALUE if len(queries) == 1 else cm.BigValueTextMode.AUTO)
+        .text_mode(cm.BigValueTextMode.VALUE_AND_NAME if named else cm.BigValueTextMode.VALUE)
         .justify_mode(cm.BigValueJustifyMode.CENTER)
         .orientation(cm.VizOrientation.AUTO)
     )

@@ -228,4 +228,4 @@ def first_of(*expressions: str) -> str:
 
 def constant(expression: str, value: int) -> str:
     """`value` wherever the expression has a series."""
-    return f"({expression}) * 0 + {value}"
+    return f"({expression}) * 0 + {int(value)}"

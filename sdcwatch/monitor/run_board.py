@@ -131,8 +131,8 @@ def _suspects_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
             "Last good checkpoint",
             "Step and age of the last checkpoint that passed every check: where to resume from. "
             "Provisional ones do not count before the next clean audit.",
-            answers.current(LAST_GOOD_CHECKPOINT_STEP, scope),
-            answers.age(LAST_GOOD_CHECKPOINT_TIME, scope),
+            answers.highest(LAST_GOOD_CHECKPOINT_STEP, scope),
+            answers.since(answers.highest(LAST_GOOD_CHECKPOINT_TIME, scope)),
             ((None, GREEN), (6 * 3600, YELLOW), (24 * 3600, VERMILLION)),
         )),
         (14, 3, stat_panel(

@@ -49,10 +49,11 @@ def _device_scope(config: MonitorConfig) -> Scope:
 
 
 def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
-    bad, total = (
-        f"sum({fact(last(select(RANK_EVIDENCE, scope, result=r)), scope, 'gpu', 'rank', 'check')})"
+    counts = {
+        r: fact(last(select(RANK_EVIDENCE, scope, result=r)), scope, "gpu", "rank", "check")
         for r in ("bad", "total")
-    )
+    }
+    bad, total = (f"sum by (check) ({count})" for count in counts.values())
     strikes = fact(last(select(RANK_STRIKES, scope)), scope, "gpu", "rank")
     code = answers.rank_code(scope, "gpu", held=True)
     grid.line(
@@ -74,15 +75,16 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
         )),
         (3, 5, stat_panel(
             "Wrong in",
-            "Comparisons (tensors, for the fingerprint check) in which it was wrong, over all runs "
-            "chosen.",
-            Query(bad, kind="instant"),
+            "Comparisons (tensors, for the fingerprint check) in which it was wrong, by check, over "
+            "all runs chosen.",
+            Query(bad, "{{check}}", kind="instant"),
             show=Show(unit="none", decimals=0, steps=EVENTS, empty="0"),
         )),
         (4, 5, stat_panel(
             "of",
-            "Comparisons it took part in when it was named. All of them wrong: a broken device.",
-            Query(total, kind="instant"),
+            "Comparisons it took part in when it was named, by check. All of them wrong: a broken "
+            "device.",
+            Query(total, "{{check}}", kind="instant"),
             show=Show(unit="none", decimals=0, steps=NEUTRAL, empty="0"),
         )),
         (5, 5, stat_panel(
