@@ -224,6 +224,11 @@ class Pending:
         python, numpy = capture._host_rng.read(always=audit)
         self._rng = RngState(torch.get_rng_state(), device_rng_state(capture.device), python, numpy)
 
+    @property
+    def loss_gradient(self) -> Tensor | None:
+        """The gradient that arrived at the loss last; None before the backward, and once closed."""
+        return self._loss_gradient
+
     def attach_loss(
         self, loss: Tensor, on_gradient: Callable[[Pending], None] | None = None
     ) -> None:

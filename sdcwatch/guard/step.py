@@ -153,6 +153,7 @@ class Steps:
         with reporter.timed(Check.NONFINITE, Phase.AGREE):
             agreed = agree(parts.exchange, Operation.STEP, window.step, code)
         window.decision = Decision()
+        self._replicas.loss_gradient = window.loss_gradient
         if agreed == Code.SEEN:
             window.decision = self._nonfinite(window, own)
         if window.decision.verdict is None:
@@ -187,7 +188,6 @@ class Steps:
             self._postponed = True
             reason = "guard.forward was not called once on every rank in this step"
             return self._say(parts.verdicts.not_run(step, reason))
-        self._replicas.loss_gradient = own.micro_batch.loss_gradient
         parts.reporter.flush()
         where = f"the weights before the audit of step {step}"
         with parts.reporter.timed(Check.REPLAY, Phase.DIGEST):

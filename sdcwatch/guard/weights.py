@@ -11,16 +11,27 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from sdcwatch.checks.fingerprint import combine, digest_tensors, salt, to_pairs
+from sdcwatch.checks.fingerprint import (
+    combine,
+    describe_difference,
+    digest_tensors,
+    salt,
+    to_pairs,
+)
 from sdcwatch.core.majority import FingerprintJudgement, judge_fingerprints
+from sdcwatch.core.records import Disagreement
 from sdcwatch.errors import SchemaMismatch
 from sdcwatch.guard.exchange import Exchange
 
 Named = Sequence[tuple[str, torch.Tensor]]
+DESCRIBED = 10
+"""Tensors that differ of which the bits are looked at."""
+DESCRIBED_BYTES = 2**28
+"""Larger tensors are not sent for that."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,32 @@ class WeightCheck:
         ]
         names = [name for name, _ in self._replicas.named()]
         tables = [[(int(a), int(b)) for a, b in row["pairs"]] for row in rows]
-        return judge_fingerprints(names, tables, loss_scales([row["scale"] for row in rows]))
+        judgement = judge_fingerprints(names, tables, loss_scales([row["scale"] for row in rows]))
+        notes = self._describe(judgement.disagreements[:DESCRIBED], where)
+        noted = [replace(d, note=notes.get(d.tensor, "")) for d in judgement.disagreements]
+        return replace(judgement, disagreements=tuple(noted))
+
+    def _describe(self, disagreements: Sequence[Disagreement], where: str) -> dict[str, str]:
+        """In which bits the two largest sides of each tensor differ. Every rank calls it."""
+        exchange, tensors = self._replicas.exchange, dict(self._replicas.named())
+        own: dict[str, str] = {}
+        for disagreement in disagreements:
+            here, there = (group[0] for group in disagreement.groups[:2])
+            tensor = tensors[disagreement.tensor].detach()
+            if tensor.numel() * tensor.element_size() > DESCRIBED_BYTES:
+                continue
+            outgoing = {here: _as_bytes(tensor)} if exchange.rank == there else {}
+            incoming = [there] if exchange.rank == here else []
+            for data in exchange.route(outgoing, incoming, where).values():
+                theirs = data.view(tensor.dtype).reshape(tensor.shape)
+                own[disagreement.tensor] = describe_difference(tensor, theirs)
+        rows = exchange.gather(json.dumps(own).encode(), where)
+        return {name: note for row in rows for name, note in json.loads(row).items()}
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def loss_scales(gradients: Sequence[float | None]) -> Sequence[float | None]:

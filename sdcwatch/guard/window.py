@@ -84,3 +84,9 @@ class StepWindow:
     def finished_forwards(self) -> list[Forward]:
         """Forwards whose backward has run."""
         return [f for f in self.forwards if f.pending.backwards > 0]
+
+    @property
+    def loss_gradient(self) -> torch.Tensor | None:
+        """The gradient that arrived at the last loss; None once a check has used it up."""
+        forwards = self.finished_forwards
+        return forwards[-1].pending.loss_gradient if forwards else None
