@@ -147,6 +147,7 @@ class Dispatcher:
         self.linger_seconds = linger_seconds
         self._pid = os.getpid()
         self._closed = False
+        self._one_at_a_time = threading.Lock()
         self._direct = [(sink, SinkCounts(catalogue_name(sink.name))) for sink in direct]
         self._lanes = [_Lane(s, SinkCounts(catalogue_name(s.name)), queue_size) for s in sinks]
         _release_in_children(self)
@@ -168,21 +169,25 @@ class Dispatcher:
         """Give one record to every sink; returns at once, whatever the sinks do."""
         if os.getpid() != self._pid:
             return
-        for sink, counts in self._direct:
-            if self._closed:
-                counts.dropped["closed"] += 1
-                continue
-            counts.events += 1
-            try:
-                sink.emit(record)
-            except Exception as error:
-                _count_error(counts, error)
+        with self._one_at_a_time:  # the watchdog reports from a thread of its own
+            for sink, counts in self._direct:
+                self._emit_direct(sink, counts, record)
         for lane in self._lanes:
             if self._closed:
                 lane.counts.dropped["closed"] += 1
                 continue
             lane.counts.events += 1
             lane.put(record)
+
+    def _emit_direct(self, sink: Sink, counts: SinkCounts, record: Record) -> None:
+        if self._closed:
+            counts.dropped["closed"] += 1
+            return
+        counts.events += 1
+        try:
+            sink.emit(record)
+        except Exception as error:
+            _count_error(counts, error)
 
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until every record given so far has been served; never call it in a training loop.

@@ -137,6 +137,33 @@ def test_direct_sinks_have_written_when_emit_returns(tmp_path, start):
     dispatcher.close()
 
 
+def test_a_direct_sink_is_never_called_by_two_threads_at_once(doubles, start):
+    class Watched(doubles.recording):
+        inside = 0
+        most = 0
+
+        def emit(self, record):
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            time.sleep(0.001)
+            self.inside -= 1
+            super().emit(record)
+
+    sink = Watched()
+    dispatcher = Dispatcher(direct=[sink])
+    threads = [
+        threading.Thread(target=lambda: [dispatcher.emit(start) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dispatcher.close()
+
+    assert (len(sink.records), sink.most) == (80, 1)
+
+
 def test_a_full_disk_under_the_event_log_is_counted_and_stops_nothing(doubles, feed, faulty_run):
     from pathlib import Path
 
