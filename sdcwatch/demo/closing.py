@@ -75,11 +75,18 @@ def print_grade(graded: Grade, console: Console, *, partial: bool = False) -> No
     for breach in graded.breaches:
         _say(console, f"✗ {breach}", style="bold red")
     if graded.passed:
-        planted = len(graded.faults)
-        said = f"all {planted} planted faults as expected, " if planted else "nothing planted, "
-        _say(console, f"✓ PASSED: {said}no other alarm", style="bold green")
+        _say(console, f"✓ PASSED: {_passed(graded.faults)}, no other alarm", style="bold green")
     else:
         _say(console, "✗ FAILED: the verdicts are not those expected", style="bold red")
+
+
+def _passed(faults: Sequence[GradedFault]) -> str:
+    right = sum(fault.ok is True for fault in faults)
+    if not faults:
+        return "nothing planted"
+    if right == len(faults):
+        return f"all {right} planted faults as expected"
+    return f"{right} of {len(faults)} planted faults as expected, {len(faults) - right} open"
 
 
 def _say(console: Console, line: str | Text, style: str | None = None) -> None:

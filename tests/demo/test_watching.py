@@ -24,7 +24,7 @@ from sdcwatch.demo.display import Display
 from sdcwatch.demo.drift import chart, conclusion, read_drift
 from sdcwatch.demo.lines import line_of
 from sdcwatch.demo.tail import LineTail, RecordTail
-from sdcwatch.report.grade import Planted, grade
+from sdcwatch.report.grade import Grade, GradedFault, Planted, grade
 
 
 def a_verdict(outcome: Outcome) -> Verdict:
@@ -187,10 +187,32 @@ def test_the_table_of_planted_faults_fits_80_columns() -> None:
         named=(3,),
     )
     out = io.StringIO()
-    records: list[Record] = [a_verdict(Outcome.SUSPECT)]
-    print_grade(grade(records, (planted,)), Console(file=out, width=80))
+    print_grade(grade([a_verdict(Outcome.SUSPECT)], (planted,)), Console(file=out, width=80))
     table = [line for line in out.getvalue().splitlines() if line[:1] in "┏┃┡│├└"]
 
     assert max(map(len, table)) <= 80
     assert "✓ right" in out.getvalue()
     assert "[red]" in out.getvalue()
+
+
+def test_faults_that_were_not_reached_are_not_called_found() -> None:
+    def fault(step: int) -> GradedFault:
+        planted = Planted(
+            name="f",
+            where="w",
+            ranks=(0,),
+            first_step=step,
+            last_step=step,
+            expected="nothing stated",
+        )
+        return GradedFault(planted, (), True if step == 1 else None)
+
+    def said(*steps: int) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=100)
+        print_grade(Grade(tuple(fault(s) for s in steps), (), ()), console)
+        return out.getvalue().splitlines()[-1]
+
+    assert said() == "✓ PASSED: nothing planted, no other alarm"
+    assert said(1, 1) == "✓ PASSED: all 2 planted faults as expected, no other alarm"
+    assert said(1, 9) == "✓ PASSED: 1 of 2 planted faults as expected, 1 open, no other alarm"
