@@ -8,174 +8,50 @@ and "-Infinity". Fields may be added in schema 1; removing or renaming one raise
 from __future__ import annotations
 
 import json
-import math
-import types
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
-from functools import cache
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, get_args
 
+from sdcwatch.core.codec import build
+from sdcwatch.core.codec import plain as plain
 from sdcwatch.core.topology import RankInfo
+from sdcwatch.core.words import (
+    Action as Action,
+)
+from sdcwatch.core.words import (
+    Cause as Cause,
+)
+from sdcwatch.core.words import (
+    Check as Check,
+)
+from sdcwatch.core.words import (
+    CheckpointResult as CheckpointResult,
+)
+from sdcwatch.core.words import (
+    Coverage as Coverage,
+)
+from sdcwatch.core.words import (
+    GateReason as GateReason,
+)
+from sdcwatch.core.words import (
+    GuardState as GuardState,
+)
+from sdcwatch.core.words import (
+    Origin as Origin,
+)
+from sdcwatch.core.words import (
+    Outcome as Outcome,
+)
+from sdcwatch.core.words import (
+    Phase as Phase,
+)
+from sdcwatch.core.words import (
+    RankState as RankState,
+)
+from sdcwatch.core.words import (
+    SkipReason as SkipReason,
+)
 
 SCHEMA = 1
-
-
-class Check(str, Enum):
-    """The three checks, in the order in which they run."""
-
-    NONFINITE = "nonfinite"
-    REPLAY = "replay"
-    FINGERPRINT = "fingerprint"
-
-
-class Outcome(str, Enum):
-    """What a check came to. `SUSPECT` is the only one that names a rank as the source."""
-
-    PASS = "pass"
-    SUSPECT = "suspect"
-    """One or more ranks are named, with evidence."""
-    REPRODUCIBLE = "reproducible"
-    """Check 1: another node computes the same non-finite value: data, model or loss scale."""
-    UNATTRIBUTED = "unattributed"
-    """Something is wrong and the topology or the facts do not allow a name."""
-    INCONCLUSIVE = "inconclusive"
-    """Check 2: arbitration found no two ranks that agree."""
-    NOT_REPRODUCED = "not_reproduced"
-    """Check 2: one rank was wrong once and is right when asked again: a strike, a warning."""
-    NONDETERMINISTIC = "nondeterministic"
-    """Check 2: a rank that agreed differs from itself: the computation does not repeat."""
-    WIDESPREAD = "widespread"
-    """Too many ranks at once for a single broken device."""
-    TRANSPORT = "transport"
-    """Check 2: the payload that arrived is not the one that was sent."""
-    NOT_REDUCED = "not_reduced"
-    """Check 1: DDP reduced fewer buckets than the model has: software."""
-    SCALE_DIFFERS = "scale_differs"
-    """Check 3: replicas differ, and so do the loss scales of their GradScalers: software."""
-    VOID = "void"
-    """Check 2: the replicas already differed before the audit: check 3 has the verdict."""
-    NOT_RUN = "not_run"
-    """The check was due and could not run."""
-
-
-class Action(str, Enum):
-    """What the guard did about a verdict."""
-
-    NONE = "none"
-    SKIP = "skip"
-    """The update was skipped on every rank: gradients zeroed, weights and state untouched."""
-    TAINT = "taint"
-    """The run is tainted: every later checkpoint is withheld."""
-    STOP = "stop"
-    """All ranks stop with CorruptionDetected."""
-    OBSERVE = "observe"
-    """mode="observe": reported, and nothing else."""
-
-
-class Cause(str, Enum):
-    """Why a non-finite value is there, as far as check 1 can tell."""
-
-    NONE = "none"
-    DEVICE = "device"
-    """Finite when another node computes it."""
-    DATA = "data"
-    """Non-finite on another node too: data or model."""
-    SCALING = "scaling"
-    """Non-finite on another node, finite without the loss scale: the scaler's normal business."""
-    REDUCTION = "reduction"
-    """Local gradients are finite, the reduced ones are not."""
-    WEIGHTS = "weights"
-    """The weights themselves are non-finite."""
-    UNKNOWN = "unknown"
-    """No replay was possible: one node, coverage off, or rate-limited."""
-
-
-class Origin(str, Enum):
-    """Where check 1 saw the non-finite value."""
-
-    NONE = "none"
-    LOCAL = "local"
-    REDUCED = "reduced"
-    LOSS = "loss"
-
-
-class Coverage(str, Enum):
-    """How much of check 2 can be trusted on this model and machine."""
-
-    FULL = "full"
-    LOSS_ONLY = "loss_only"
-    OFF = "off"
-
-
-class GuardState(str, Enum):
-    """The state of the guard; exactly one at a time."""
-
-    PREFLIGHT = "preflight"
-    ARMED = "armed"
-    OBSERVING = "observing"
-    DEGRADED = "degraded"
-    """Checks run, but not all of them: coverage is loss only or off."""
-    TAINTED = "tainted"
-    FINISHED = "finished"
-    FAILED = "failed"
-
-
-class RankState(str, Enum):
-    """The state of a rank that has one. Only a human sets `CONFIRMED` or `DISMISSED`."""
-
-    SUSPECT = "suspect"
-    CONFIRMED = "confirmed"
-    DISMISSED = "dismissed"
-
-
-class SkipReason(str, Enum):
-    """Why an update did not happen."""
-
-    NONFINITE = "nonfinite"
-    REPLAY = "replay"
-    SCALER = "scaler"
-    """GradScaler skipped the step because of its own loss scale: normal under fp16."""
-    NOT_STEPPED = "not_stepped"
-    """The loop did not call optimizer.step() after a passing backward."""
-
-
-class CheckpointResult(str, Enum):
-    """What became of a checkpoint."""
-
-    SAVED = "saved"
-    PROVISIONAL = "provisional"
-    """Saved; becomes `CONFIRMED` at the next clean audit."""
-    CONFIRMED = "confirmed"
-    """An earlier provisional checkpoint, confirmed by a clean audit."""
-    WITHHELD = "withheld"
-    FAILED = "failed"
-    """`save` raised; the error reached every rank."""
-
-
-class GateReason(str, Enum):
-    """Why a checkpoint was saved or withheld."""
-
-    OK = "ok"
-    NONFINITE = "nonfinite"
-    REPLAY = "replay"
-    FINGERPRINT = "fingerprint"
-    TAINTED = "tainted"
-    AUDIT_TOO_OLD = "audit_too_old"
-    NO_AUDIT = "no_audit"
-    NOT_PREFLIGHTED = "not_preflighted"
-    SAVE_ERROR = "save_error"
-
-
-class Phase(str, Enum):
-    """What a duration of a check covers."""
-
-    SCREEN = "screen"
-    AGREE = "agree"
-    CAPTURE = "capture"
-    EXCHANGE = "exchange"
-    REPLAY = "replay"
-    BLAME = "blame"
-    DIGEST = "digest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,63 +355,14 @@ AnyRecord = (
 RECORD_TYPES: dict[str, type[Record]] = {t.kind: t for t in get_args(AnyRecord)}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    return value
-
-
-def plain(value: Any) -> Any:
-    """A value made of records and words as plain JSON values."""
-    return _plain(value)
-
-
 def to_dict(record: Record) -> dict[str, Any]:
     """A record as plain JSON values, with ``schema`` and ``kind``."""
-    return {"schema": SCHEMA, "kind": record.kind, **_plain(record)}
+    return {"schema": SCHEMA, "kind": record.kind, **plain(record)}
 
 
 def encode(record: Record) -> str:
     """A record as one line of JSON, without a newline."""
     return json.dumps(to_dict(record), separators=(",", ":"), allow_nan=False)
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        return _typed(value, next(a for a in args if a is not type(None)))
-    if origin is tuple:
-        return tuple(_typed(v, args[0]) for v in value)
-    if origin is dict:
-        return {k: _typed(v, args[1]) for k, v in value.items()}
-    if hint is float:
-        return float(value)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint(value)
-    if isinstance(hint, type) and is_dataclass(hint):
-        return _build(hint, value)
-    return value
-
-
-def _build(cls: type, data: dict[str, Any]) -> Any:
-    hints = _hints(cls)
-    known = {f.name for f in fields(cls)}
-    return cls(**{k: _typed(v, hints[k]) for k, v in data.items() if k in known})
 
 
 def decode(line: str) -> Record:
@@ -558,7 +385,7 @@ def decode(line: str) -> Record:
         msg = f"Expected one of {sorted(RECORD_TYPES)}, but got kind {data['kind']!r}."
         raise ValueError(msg)
     try:
-        record: Record = _build(cls, data)
+        record: Record = build(cls, data)
     except (TypeError, AttributeError) as error:
         msg = f"Expected the fields of a {data['kind']!r} record, but got: {error}."
         raise ValueError(msg) from error

@@ -1,0 +1,163 @@
+"""The closed sets of words that records, metrics and decisions are made of."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Check(str, Enum):
+    """The three checks, in the order in which they run."""
+
+    NONFINITE = "nonfinite"
+    REPLAY = "replay"
+    FINGERPRINT = "fingerprint"
+
+
+class Outcome(str, Enum):
+    """What a check came to. `SUSPECT` is the only one that names a rank as the source."""
+
+    PASS = "pass"
+    SUSPECT = "suspect"
+    """One or more ranks are named, with evidence."""
+    REPRODUCIBLE = "reproducible"
+    """Check 1: another node computes the same non-finite value: data, model or loss scale."""
+    UNATTRIBUTED = "unattributed"
+    """Something is wrong and the topology or the facts do not allow a name."""
+    INCONCLUSIVE = "inconclusive"
+    """Check 2: arbitration found no two ranks that agree."""
+    NOT_REPRODUCED = "not_reproduced"
+    """Check 2: one rank was wrong once and is right when asked again: a strike, a warning."""
+    NONDETERMINISTIC = "nondeterministic"
+    """Check 2: a rank that agreed differs from itself: the computation does not repeat."""
+    WIDESPREAD = "widespread"
+    """Too many ranks at once for a single broken device."""
+    TRANSPORT = "transport"
+    """Check 2: the payload that arrived is not the one that was sent."""
+    NOT_REDUCED = "not_reduced"
+    """Check 1: DDP reduced fewer buckets than the model has: software."""
+    SCALE_DIFFERS = "scale_differs"
+    """Check 3: replicas differ, and so do the loss scales of their GradScalers: software."""
+    VOID = "void"
+    """Check 2: the replicas already differed before the audit: check 3 has the verdict."""
+    NOT_RUN = "not_run"
+    """The check was due and could not run."""
+
+
+class Action(str, Enum):
+    """What the guard did about a verdict."""
+
+    NONE = "none"
+    SKIP = "skip"
+    """The update was skipped on every rank: gradients zeroed, weights and state untouched."""
+    TAINT = "taint"
+    """The run is tainted: every later checkpoint is withheld."""
+    STOP = "stop"
+    """All ranks stop with CorruptionDetected."""
+    OBSERVE = "observe"
+    """mode="observe": reported, and nothing else."""
+
+
+class Cause(str, Enum):
+    """Why a non-finite value is there, as far as check 1 can tell."""
+
+    NONE = "none"
+    DEVICE = "device"
+    """Finite when another node computes it."""
+    DATA = "data"
+    """Non-finite on another node too: data or model."""
+    SCALING = "scaling"
+    """Non-finite on another node, finite without the loss scale: the scaler's normal business."""
+    REDUCTION = "reduction"
+    """Local gradients are finite, the reduced ones are not."""
+    WEIGHTS = "weights"
+    """The weights themselves are non-finite."""
+    UNKNOWN = "unknown"
+    """No replay was possible: one node, coverage off, or rate-limited."""
+
+
+class Origin(str, Enum):
+    """Where check 1 saw the non-finite value."""
+
+    NONE = "none"
+    LOCAL = "local"
+    REDUCED = "reduced"
+    LOSS = "loss"
+
+
+class Coverage(str, Enum):
+    """How much of check 2 can be trusted on this model and machine."""
+
+    FULL = "full"
+    LOSS_ONLY = "loss_only"
+    OFF = "off"
+
+
+class GuardState(str, Enum):
+    """The state of the guard; exactly one at a time."""
+
+    PREFLIGHT = "preflight"
+    ARMED = "armed"
+    OBSERVING = "observing"
+    DEGRADED = "degraded"
+    """Checks run, but not all of them: coverage is loss only or off."""
+    TAINTED = "tainted"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class RankState(str, Enum):
+    """The state of a rank that has one. Only a human sets `CONFIRMED` or `DISMISSED`."""
+
+    SUSPECT = "suspect"
+    CONFIRMED = "confirmed"
+    DISMISSED = "dismissed"
+
+
+class SkipReason(str, Enum):
+    """Why an update did not happen."""
+
+    NONFINITE = "nonfinite"
+    REPLAY = "replay"
+    SCALER = "scaler"
+    """GradScaler skipped the step because of its own loss scale: normal under fp16."""
+    NOT_STEPPED = "not_stepped"
+    """The loop did not call optimizer.step() after a passing backward."""
+
+
+class CheckpointResult(str, Enum):
+    """What became of a checkpoint."""
+
+    SAVED = "saved"
+    PROVISIONAL = "provisional"
+    """Saved; becomes `CONFIRMED` at the next clean audit."""
+    CONFIRMED = "confirmed"
+    """An earlier provisional checkpoint, confirmed by a clean audit."""
+    WITHHELD = "withheld"
+    FAILED = "failed"
+    """`save` raised; the error reached every rank."""
+
+
+class GateReason(str, Enum):
+    """Why a checkpoint was saved or withheld."""
+
+    OK = "ok"
+    NONFINITE = "nonfinite"
+    REPLAY = "replay"
+    FINGERPRINT = "fingerprint"
+    TAINTED = "tainted"
+    AUDIT_TOO_OLD = "audit_too_old"
+    NO_AUDIT = "no_audit"
+    NOT_PREFLIGHTED = "not_preflighted"
+    SAVE_ERROR = "save_error"
+
+
+class Phase(str, Enum):
+    """What a duration of a check covers."""
+
+    SCREEN = "screen"
+    AGREE = "agree"
+    CAPTURE = "capture"
+    EXCHANGE = "exchange"
+    REPLAY = "replay"
+    BLAME = "blame"
+    DIGEST = "digest"
