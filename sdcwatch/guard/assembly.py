@@ -24,7 +24,7 @@ from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.audit import AuditPolicy, RingAudit
 from sdcwatch.guard.checkpoints import Checkpoints
 from sdcwatch.guard.exchange import Exchange, GlooExchange
-from sdcwatch.guard.hook import GradientScreen, guard_hook
+from sdcwatch.guard.hook import GradientScreen, guard_hook, released_screen
 from sdcwatch.guard.identity import (
     agree_on_run,
     bare_module,
@@ -125,7 +125,7 @@ def assemble(
 ) -> Parts:
     """Check the arguments, meet the other ranks, and build every part. Every rank calls it.
 
-    The communication hook is registered last, when nothing can fail any more.
+    Nothing is put on the model yet; see `register_hook`.
 
     Raises:
         ConfigurationError, SchemaMismatch, RankGone: See `sdcwatch.init`.
@@ -164,13 +164,18 @@ def assemble(
         announce(lines)
         for text in notes:
             say(f"sdcwatch: {text}")
-    parts = _parts(config, guarded, exchange, topology, reporter, on_bucket)
-    if ddp is not None:
-        # Marking the hook imports the compiler, which takes seconds: only where it is in use.
-        disable: Callable[..., Any] = torch.compiler.disable
-        hook = disable(guard_hook) if guarded.compiled else guard_hook
-        ddp.register_comm_hook(parts.screen, hook)
-    return parts
+    return _parts(config, guarded, exchange, topology, reporter, on_bucket)
+
+
+def register_hook(parts: Parts) -> None:
+    """Put the communication hook on the DDP model: last, because it cannot be taken off again."""
+    ddp, guarded = parts.guarded.ddp, parts.guarded
+    if ddp is None or any(state is parts.screen for _, state in ddp._comm_hooks):
+        return
+    # Marking the hook imports the compiler, which takes seconds: only where it is in use.
+    disable: Callable[..., Any] = torch.compiler.disable
+    hook = disable(guard_hook) if guarded.compiled else guard_hook
+    ddp.register_comm_hook(parts.screen, hook)
 
 
 def _guarded(
@@ -267,9 +272,7 @@ def _parts(
         reporter=reporter,
         capture=Capture(guarded.module, guarded.named, guarded.device),
         switches=DeterministicSwitches(guarded.device),
-        screen=GradientScreen(
-            guarded.process_group, exchange.world_size, on_bucket, config.comm_hook
-        ),
+        screen=_screen(config, guarded, exchange, on_bucket),
         preflight=Preflight(
             exchange,
             guarded.replay,
@@ -285,6 +288,15 @@ def _parts(
         watchdog=_watchdog(config, exchange, reporter),
         audits_off=why_audits_are_off(config, topology),
     )
+
+
+def _screen(
+    config: GuardConfig, guarded: Guarded, exchange: Exchange, on_bucket: Callable[[], None]
+) -> GradientScreen:
+    group, world = guarded.process_group, exchange.world_size
+    screen = GradientScreen(group, world, on_bucket, config.comm_hook)
+    closed = None if guarded.ddp is None else released_screen(guarded.ddp)
+    return screen if closed is None else screen.succeed(closed)
 
 
 def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -> Watchdog | None:

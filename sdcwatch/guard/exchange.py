@@ -122,19 +122,25 @@ class RollCall:
 
         Returns:
             Absent ranks, what is known of each (a leaver's note or what it is doing), and what
-            went wrong with the store, if anything did.
+            went wrong with the store, if anything did; a store that is gone from the start tells
+            nothing of anybody.
         """
-        missing = set(range(self.world_size)) - {self.rank}
+        missing: set[int] = set()
         try:
             self._store.set("call", where)
             self._store.set(f"here/{where}/{self.rank}", "1")
+            missing = set(range(self.world_size)) - {self.rank}
             end = time.monotonic() + self.window_seconds
-            while missing and time.monotonic() < end:
-                missing -= {r for r in missing if self._store.check([f"here/{where}/{r}"])}
+            while self._awaited(missing, where) and time.monotonic() < end:
                 time.sleep(0.05)
             return tuple(sorted(missing)), self._known(missing, where), ""
         except Exception as error:  # every store raises its own type
             return tuple(sorted(missing)), {}, f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _awaited(self, missing: set[int], where: str) -> bool:
+        """Take those that have answered out of `missing`; whether another may still answer."""
+        missing -= {r for r in missing if self._store.check([f"here/{where}/{r}"])}
+        return any(not self._store.check([f"left/{r}"]) for r in missing)
 
     def _known(self, missing: set[int], where: str) -> dict[int, str]:
         known = {}
@@ -248,13 +254,8 @@ class GlooExchange:
         absent, known, store_error = self.rolls.call(where)
         if self.on_absent is not None:
             self.on_absent(where, absent, known, waited)
-        said = [f"rank {r} {text}" for r, text in known.items()]
-        first = str(error).splitlines()[0][:120]
-        if store_error:
-            said.append(f"the store is gone too ({store_error}); the rank that hosts it ended")
-        if not absent:
-            said.append("every rank answered the roll-call late; one of them was slow")
-        said.append(f"waited {waited:.1f} s: {first}")
+        said = [what_is_known(absent, known, store_error)]
+        said.append(f"waited {waited:.1f} s: {str(error).splitlines()[0][:120]}")
         raise RankGone(absent, "; ".join(said), where) from error
 
     def mark_joined(self) -> None:
@@ -275,6 +276,20 @@ class GlooExchange:
 
     def close(self) -> None:
         """Nothing to give back: the group ends with this object."""
+
+
+def what_is_known(absent: Sequence[int], known: Mapping[int, str], store_error: str) -> str:
+    """The result of a roll-call in words."""
+    said = [f"rank {r} {text}" for r, text in known.items()]
+    said += [f"rank {r} gave no sign of life" for r in absent if r not in known]
+    if store_error:
+        said.append(
+            f"the store is gone too ({store_error[:80]}): the rank that hosts it has ended, which "
+            "is global rank 0 unless the launcher hosts it"
+        )
+    elif not absent:
+        said.append("every rank answered the roll-call late; one of them was slow")
+    return "; ".join(said)
 
 
 def _own_store(parent: Any) -> Any:

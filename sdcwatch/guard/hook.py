@@ -37,11 +37,27 @@ class GradientScreen:
         user_hook: UserHook | None = None,
     ) -> None:
         self._group, self._world_size = group, world_size
-        self._on_bucket, self._user_hook = on_bucket, user_hook
+        self._on_bucket: Callable[[], None] | None = on_bucket
+        self._user_hook = user_hook
         self.local: list[torch.Tensor] = []
         self.reduced: list[torch.Tensor] = []
         self.elements = 0
         self.aliased: frozenset[int] = frozenset()
+
+    @property
+    def released(self) -> bool:
+        """Its guard has been closed. DDP keeps a hook for good, so it averages and nothing else."""
+        return self._on_bucket is None
+
+    def release(self) -> None:
+        """Let go of the guard."""
+        self.begin(self.aliased)
+        self._on_bucket = None
+
+    def succeed(self, closed: "GradientScreen") -> "GradientScreen":
+        """Take the place of a released screen, which DDP keeps, and return it."""
+        closed.__dict__.update(self.__dict__)
+        return closed
 
     def begin(self, aliased: frozenset[int] = frozenset()) -> None:
         """Start over, at the start of a synchronising backward."""
@@ -52,10 +68,11 @@ class GradientScreen:
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Screen, average over the ranks as DDP would, screen again."""
-        self._on_bucket()
         buffer = bucket.buffer()
-        self.elements += _elements(buffer, bucket)
-        self.local.append(screen(buffer))
+        if self._on_bucket is not None:
+            self._on_bucket()
+            self.elements += _elements(buffer, bucket)
+            self.local.append(screen(buffer))
         if self._user_hook is not None:
             state, hook = self._user_hook
             future = hook(state, bucket)
@@ -83,8 +100,17 @@ class GradientScreen:
     def _reduced(self, future: torch.futures.Future[Any]) -> torch.Tensor:
         value = future.value()
         tensor: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
-        self.reduced.append(screen(tensor))
+        if not self.released:
+            self.reduced.append(screen(tensor))
         return tensor
+
+
+def released_screen(ddp: torch.nn.parallel.DistributedDataParallel) -> GradientScreen | None:
+    """The screen that a closed guard left on a DDP model, if there is one."""
+    for _, state in getattr(ddp, "_comm_hooks", ()):
+        if isinstance(state, GradientScreen) and state.released:
+            return state
+    return None
 
 
 def _elements(buffer: torch.Tensor, bucket: GradBucket) -> int:

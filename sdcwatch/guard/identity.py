@@ -18,6 +18,7 @@ from sdcwatch.config import GuardConfig, LauncherEnvironment
 from sdcwatch.core.topology import RankInfo
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.hook import released_screen
 from sdcwatch.guard.stepper import unwrap
 
 
@@ -88,8 +89,8 @@ def require_guardable(
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a communication hook is registered already."""
-    return bool(getattr(ddp, "_comm_hooks", None))
+    """Whether a communication hook is registered already, other than a closed guard's."""
+    return bool(getattr(ddp, "_comm_hooks", None)) and released_screen(ddp) is None
 
 
 def make_run_dir(config: GuardConfig, run: str) -> Path:

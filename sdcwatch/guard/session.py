@@ -13,9 +13,9 @@ import torch
 
 from sdcwatch.core.gate import GateFacts, judge_checkpoint
 from sdcwatch.core.records import Check, Coverage, GuardState, RunFinished, Verdict
-from sdcwatch.errors import SdcwatchError
+from sdcwatch.errors import RankGone, SdcwatchError
 from sdcwatch.guard.agreement import Operation, agree
-from sdcwatch.guard.assembly import assemble
+from sdcwatch.guard.assembly import assemble, register_hook
 from sdcwatch.guard.checkpoints import require_place
 from sdcwatch.guard.joining import JoinableGuard
 from sdcwatch.guard.replicas import Replicas
@@ -78,6 +78,7 @@ class Guard(JoinableGuard):
         atexit.register(self._at_exit)
         try:
             self._replicas.check(self._steps.step)
+            register_hook(parts)
         except BaseException as error:
             self._close(error)
             raise
@@ -158,7 +159,14 @@ class Guard(JoinableGuard):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close(error)
+        gone = None if error is None else self._explained(error)
+        self._close(gone or error)
+        if gone is not None:
+            raise gone from error
+
+    def _explained(self, error: BaseException) -> RankGone | None:
+        watchdog = self._parts.watchdog
+        return None if self._closed or watchdog is None else watchdog.explain(error)
 
     def _bucket_arrived(self) -> None:
         if not self._closed:
@@ -196,11 +204,13 @@ class Guard(JoinableGuard):
             atexit.unregister(self._at_exit)
             self._steps.abandon()
             self._hooks.remove()
+            self._parts.screen.release()
             self._leave(self._finished(error))
 
     def _at_exit(self) -> None:
         """The script ends without close(): after an exception that nobody caught, or by mistake."""
-        self._close(getattr(sys, "last_value", None))
+        error = getattr(sys, "last_value", None)
+        self._close(None if error is None else self._explained(error) or error)
 
     def _leave(self, finished: RunFinished) -> None:
         parts = self._parts

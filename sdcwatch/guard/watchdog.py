@@ -1,7 +1,8 @@
 """A thread that speaks when the training thread cannot, because it hangs in a collective of DDP.
 
 It answers roll-calls that other ranks start, and starts one itself when a step takes too long. It
-logs what it finds; only with ``on_hang="exit"`` does it end the process.
+logs what it finds; only with ``on_hang="exit"`` does it end the process. Where a collective of DDP
+does not hang but breaks, it can say who has gone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import time
 from collections.abc import Callable
 
 from sdcwatch.core.records import Hang
-from sdcwatch.errors import EXIT_HANG
-from sdcwatch.guard.exchange import RollCall
+from sdcwatch.errors import EXIT_HANG, RankGone
+from sdcwatch.guard.exchange import RollCall, what_is_known
+
+_BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+"""What backends say when a collective ends because its peer has."""
 
 
 class Watchdog:
@@ -70,27 +74,50 @@ class Watchdog:
                 if since is None:
                     return
 
+    def explain(self, error: BaseException) -> RankGone | None:
+        """Who is missing, if a collective of DDP broke; called from the training thread.
+
+        DDP says which socket broke, and not which rank has gone. Takes the window of a roll-call.
+
+        Args:
+            error: What ended the step.
+
+        Returns:
+            None if `error` is something else, or if every rank is there.
+        """
+        if not isinstance(error, RuntimeError) or not any(w in str(error) for w in _BROKEN):
+            return None
+        since, step = self._since or time.monotonic(), self._step
+        hang, said = self._roll_call(step, since)
+        if not hang.left and not hang.absent:
+            return None
+        self._report(hang)
+        return RankGone(hang.absent, said, hang.where)
+
     def _hang(self, step: int, since: float) -> None:
         if self._reported == step:
             return
         self._reported = step
+        hang, _ = self._roll_call(step, since)
+        if self._since != since:  # it went on meanwhile: slow, not hung
+            return
+        self._report(hang)
+        if self._leave:
+            os._exit(EXIT_HANG)
+
+    def _roll_call(self, step: int, since: float) -> tuple[Hang, str]:
         where = f"the backward of step {step}"
         absent, known, problem = self._rolls.call(where)
         left = {str(rank): text for rank, text in known.items()}
         if problem:
             left["store"] = problem
-        if self._since != since:  # it went on meanwhile: slow, not hung
-            return
-        self._report(
-            Hang(
-                step=step,
-                time=time.time(),
-                reporter=self._rolls.rank,
-                where=where,
-                absent=absent,
-                left=left,
-                waited_seconds=round(time.monotonic() - since, 1),
-            )
+        hang = Hang(
+            step=step,
+            time=time.time(),
+            reporter=self._rolls.rank,
+            where=where,
+            absent=absent,
+            left=left,
+            waited_seconds=round(time.monotonic() - since, 1),
         )
-        if self._leave:
-            os._exit(EXIT_HANG)
+        return hang, what_is_known(absent, known, problem)

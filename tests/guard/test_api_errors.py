@@ -1,0 +1,277 @@
+"""Arguments that cannot work: the message says what to do, and nothing was touched."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # an optimizer loads it: seconds that would count against one test
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sdcwatch
+from sdcwatch.errors import ConfigurationError, SdcwatchError
+
+QUIET: dict[str, Any] = {"telemetry": "off", "console": False}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def expected_got_do(error: Exception) -> str:
+    """The message of an error, after checking its form."""
+    text = str(error)
+    assert re.fullmatch(r"Expected .+, but got .+\. .+\.", text, re.DOTALL), text
+    return text
+
+
+def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that a failed init could have left behind."""
+    parameters = list(model.parameters())
+    return {
+        "communication hooks": list(getattr(model, "_comm_hooks", [])),
+        "optimizer hooks": len(optimizer._optimizer_step_pre_hooks)
+        + len(optimizer._optimizer_step_post_hooks),
+        "forward hooks": sum(
+            len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()
+        ),
+        "tensor hooks": [len(p._backward_hooks or {}) for p in parameters],
+        "threads": sorted(t.name for t in threading.enumerate()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "rng": torch.get_rng_state().tolist(),
+    }
+
+
+class Bench:
+    """A model and an optimizer, and a call of init that must fail without a trace."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.net = nn.Linear(3, 2)
+        self.model: Any = DistributedDataParallel(self.net)
+        self.optimizer: Any = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.loss_fn: Any = mean_square
+        self.options: dict[str, Any] = {"run_dir": tmp_path / "run", **QUIET}
+
+    def refused(self) -> str:
+        before = traces(self.net, torch.optim.SGD(self.net.parameters(), lr=0.1))
+        with pytest.raises(ConfigurationError) as caught:
+            sdcwatch.init(self.model, self.optimizer, self.loss_fn, **self.options)
+        assert traces(self.net, torch.optim.SGD(self.net.parameters(), lr=0.1)) == before
+        assert not (Path(self.options["run_dir"]) / "events.jsonl").exists()
+        return expected_got_do(caught.value)
+
+
+@pytest.fixture
+def bench(alone: None, tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_no_process_group(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError) as caught:
+        sdcwatch.init(
+            model, optimizer, mean_square, audit_every=None, run_dir=tmp_path / "run", **QUIET
+        )
+    assert "init_process_group() before sdcwatch.init()" in expected_got_do(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_not_ddp_while_audits_are_on(bench: Bench) -> None:
+    bench.model = bench.net
+    message = bench.refused()
+    assert "because audits are on, but got Linear" in message
+    assert "or pass audit_every=None" in message
+
+
+def test_a_model_that_is_no_module(bench: Bench) -> None:
+    bench.model = lambda x: x
+    assert "`model` to be a torch.nn.Module" in bench.refused()
+
+
+def test_a_ddp_model_with_a_communication_hook_of_its_own(bench: Bench) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    bench.model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+    message = bench.refused()
+    assert "comm_hook=(state, hook)" in message
+    assert [hook for hook, _ in bench.model._comm_hooks] == [allreduce_hook]
+
+
+def test_a_loss_function_that_is_none(bench: Bench) -> None:
+    bench.loss_fn = torch.zeros(())
+    assert "`loss_fn` to be callable as loss_fn(model, batch)" in bench.refused()
+
+
+def test_an_optimizer_without_the_models_parameters(bench: Bench) -> None:
+    bench.optimizer = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+    assert "Build it from model.parameters()" in bench.refused()
+
+
+def test_an_optimizer_that_is_none(bench: Bench) -> None:
+    bench.optimizer = object()
+    assert "`optimizer` to be a torch.optim.Optimizer, but got <class 'object'>" in bench.refused()
+
+
+def test_lbfgs_by_name_also_inside_a_wrapper(bench: Bench) -> None:
+    class Wrapper:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    bench.optimizer = torch.optim.LBFGS(bench.net.parameters())
+    message = bench.refused()
+    assert "but got LBFGS" in message
+    assert "a different number of times on each rank" in message
+    bench.optimizer = Wrapper(bench.optimizer)
+    assert bench.refused() == message
+
+
+@pytest.mark.parametrize("name", ["audit_every", "fingerprint_every", "checkpoint_every"])
+@pytest.mark.parametrize("value", [0, -3, 2.5, True, "10"])
+def test_an_interval_that_is_not_positive(bench: Bench, name: str, value: object) -> None:
+    bench.options[name] = value
+    message = bench.refused()
+    assert f"`{name}` to be a positive integer or None, but got {value!r}" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mode", "watch"),
+        ("on_failure", "ignore"),
+        ("on_hang", "kill"),
+        ("fault_domain", "rack"),
+        ("quorum", 1),
+        ("deadline_seconds", 0),
+        ("start_step", -1),
+        ("telemetry", "on"),
+    ],
+)
+def test_an_option_with_a_value_that_does_not_exist(
+    bench: Bench, name: str, value: object
+) -> None:
+    bench.options[name] = value
+    assert f"`{name}`" in bench.refused()
+
+
+def test_an_option_that_does_not_exist(bench: Bench) -> None:
+    bench.options["audit_evry"] = 10
+    message = bench.refused()
+    assert "but got ['audit_evry']. Check the spelling." in message
+    assert "'audit_every'" in message
+
+
+def test_an_environment_variable_that_cannot_be_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDCWATCH_AUDIT_EVERY", "often")
+    assert "SDCWATCH_AUDIT_EVERY" in bench.refused()
+
+
+def test_a_run_dir_that_cannot_be_written(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    bench.options["run_dir"] = tmp_path / "file" / "run"
+    message = bench.refused()
+    assert "`run_dir` to be writable, but got Not a directory" in message
+    assert str(tmp_path / "file" / "run") in message
+
+
+def test_fault_domain_and_audits_are_not_asked_of_one_rank(bench: Bench) -> None:
+    with sdcwatch.init(bench.model, bench.optimizer, bench.loss_fn, **bench.options) as guard:
+        guard.forward(torch.ones(2, 3)).backward()
+        bench.optimizer.step()
+    assert guard.step == 1
+    assert guard.last_verdict is None
+
+
+@pytest.fixture
+def guard(bench: Bench) -> Iterator[sdcwatch.Guard]:
+    guard = sdcwatch.init(bench.model, bench.optimizer, lambda m, b: b(m), **bench.options)
+    yield guard
+    guard.close()
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda m: m(torch.ones(4, 3)), r"shape \(4, 2\)"),
+        (lambda m: m(torch.ones(4, 3)).sum().item(), "<class 'float'>"),
+        (lambda m: {"loss": m(torch.ones(4, 3)).sum()}, "<class 'dict'>"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_tensor(guard: sdcwatch.Guard, loss: Any, got: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"scalar tensor, but got {got}") as caught:
+        guard.forward(loss)
+    expected_got_do(caught.value)
+    guard.forward(lambda m: m(torch.ones(4, 3)).sum()).backward()  # the loop can go on
+
+
+def test_a_place_for_a_checkpoint_that_does_not_exist(guard: sdcwatch.Guard) -> None:
+    saved: list[int] = []
+    with pytest.raises(ConfigurationError) as caught:
+        guard.save_checkpoint(lambda: saved.append(1), on="rank1")  # type: ignore[arg-type]
+    expected_got_do(caught.value)
+    assert saved == []
+
+
+def test_a_closed_guard_says_so_and_closing_it_again_does_nothing(
+    bench: Bench, guard: sdcwatch.Guard
+) -> None:
+    guard.forward(lambda m: m(torch.ones(4, 3)).sum()).backward()
+    guard.close()
+    log = Path(bench.options["run_dir"]) / "events.jsonl"
+    written = log.read_text()
+    guard.close()
+    assert log.read_text() == written
+    for use in (
+        lambda: guard.forward(lambda m: m(torch.ones(4, 3)).sum()),
+        lambda: guard.save_checkpoint(lambda: None),
+    ):
+        with pytest.raises(SdcwatchError) as caught:
+            use()
+        assert "Call sdcwatch.init() again" in expected_got_do(caught.value)
+
+
+def test_a_closed_guard_leaves_the_training_loop_as_it_was(bench: Bench) -> None:
+    before = traces(bench.net, bench.optimizer)
+    guard = sdcwatch.init(bench.model, bench.optimizer, bench.loss_fn, **bench.options)
+    guard.forward(torch.ones(2, 3)).backward()
+    bench.optimizer.step()
+    guard.close()
+    assert traces(bench.net, bench.optimizer) == before
+    loss = bench.loss_fn(bench.model, torch.ones(2, 3))
+    loss.backward()
+    bench.optimizer.step()
+    assert guard.step == 1
+
+
+def test_a_new_guard_can_follow_a_closed_one_on_the_same_model(bench: Bench) -> None:
+    sdcwatch.init(bench.model, bench.optimizer, bench.loss_fn, **bench.options).close()
+    with sdcwatch.init(
+        bench.model, bench.optimizer, bench.loss_fn, start_step=7, **bench.options
+    ) as guard:
+        guard.forward(torch.ones(2, 3)).backward()
+        bench.optimizer.step()
+        assert guard.step == 8
+        assert len(bench.model._comm_hooks) == 1
+
+
+def test_a_second_guard_on_a_guarded_model_is_refused(bench: Bench, guard: sdcwatch.Guard) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        sdcwatch.init(bench.model, bench.optimizer, bench.loss_fn, **bench.options)
+    expected_got_do(caught.value)
