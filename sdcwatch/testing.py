@@ -220,9 +220,11 @@ class GlooPool:
     def _start(self) -> None:
         if self._workers:
             return
-        # The fork server imports torch once for all of them.
+        # The fork server imports torch once for all of them; DDP and optimizers import dynamo.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["sdcwatch.testing", "sdcwatch.guard.session"])
+        context.set_forkserver_preload(
+            ["sdcwatch.testing", "sdcwatch.guard.session", "torch._dynamo"]
+        )
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
