@@ -229,7 +229,9 @@ class LauncherEnvironment:
         run: Name of the run, or None.
         local_rank: Rank within the machine.
         restart_count: How often the launcher restarted the group.
-        otlp_endpoint: Whether a standard OTLP endpoint variable is set.
+        otlp_endpoint: Whether the standard variables name an OTLP endpoint for metrics, and
+            OTEL_METRICS_EXPORTER is not "none".
+        otlp_logs_endpoint: The same for log records.
         otel_disabled: Whether OTEL_SDK_DISABLED is true.
         cublas_workspace: CUBLAS_WORKSPACE_CONFIG, or None.
     """
@@ -240,6 +242,14 @@ class LauncherEnvironment:
     otlp_endpoint: bool
     otel_disabled: bool
     cublas_workspace: str | None
+    otlp_logs_endpoint: bool = False
+
+
+def _pushes(signal: str) -> bool:
+    """Whether the standard variables ask for an OTLP push of this signal."""
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+    wanted = os.environ.get(f"OTEL_{signal}_EXPORTER", "").lower() != "none"
+    return wanted and any(os.environ.get(name) for name in names)
 
 
 def launcher_environment() -> LauncherEnvironment:
@@ -247,12 +257,12 @@ def launcher_environment() -> LauncherEnvironment:
     env = os.environ
     elastic = env.get("TORCHELASTIC_RUN_ID")
     run = elastic if elastic and elastic != "none" else env.get("SLURM_JOB_ID")
-    otlp = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
     return LauncherEnvironment(
         run=run,
         local_rank=int(env.get("LOCAL_RANK") or env.get("SLURM_LOCALID") or 0),
         restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT") or 0),
-        otlp_endpoint=any(env.get(name) for name in otlp),
+        otlp_endpoint=_pushes("METRICS"),
+        otlp_logs_endpoint=_pushes("LOGS"),
         otel_disabled=env.get("OTEL_SDK_DISABLED", "").lower() == "true",
         cublas_workspace=env.get("CUBLAS_WORKSPACE_CONFIG"),
     )

@@ -166,7 +166,7 @@ class _Builder:
         provider = application_logger_provider()
         if provider is not None:
             sink = OtelLogSink(provider, identity.labels, identity.version)
-        elif self._push:
+        elif self._push_logs:
             sink = OtelLogSink.over_otlp(identity.resource(), identity.labels, identity.version)
         else:
             return
@@ -177,6 +177,12 @@ class _Builder:
     def _push(self) -> bool:
         otlp = self._telemetry.otlp
         return self._environment.otlp_endpoint if otlp is None else otlp
+
+    @property
+    def _push_logs(self) -> bool:
+        # A collector named for metrics alone need not take log records.
+        otlp = self._telemetry.otlp
+        return self._environment.otlp_logs_endpoint if otlp is None else otlp
 
     def _identity(self) -> Identity:
         from sdcwatch.sinks.otel import Identity

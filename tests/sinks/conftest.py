@@ -319,6 +319,7 @@ def environment():
             "otlp_endpoint": False,
             "otel_disabled": False,
             "cublas_workspace": None,
+            "otlp_logs_endpoint": False,
         }
         return LauncherEnvironment(**{**facts, **changes})
 
@@ -337,7 +338,9 @@ def sinks(tmp_path, environment):
             start,
             rank=rank,
             local_rank=local_rank,
-            environment=environment(otlp_endpoint=bool(otlp), otel_disabled=disabled),
+            environment=environment(
+                otlp_endpoint=bool(otlp), otlp_logs_endpoint=bool(otlp), otel_disabled=disabled
+            ),
             run_dir=tmp_path / "run",
             extra=extra,
         )

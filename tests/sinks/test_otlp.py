@@ -382,6 +382,50 @@ def test_log_records_go_through_the_provider_of_the_application(
     assert len(exporter.get_finished_logs()) == 5
 
 
+@pytest.mark.parametrize(
+    ("variables", "pushed"),
+    [
+        ({}, (False, False)),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h"}, (True, True)),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://h/m"}, (True, False)),
+        ({"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://h/l"}, (False, True)),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h", "OTEL_METRICS_EXPORTER": "none"},
+            (False, True),
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h", "OTEL_LOGS_EXPORTER": "none"},
+            (True, False),
+        ),
+    ],
+)
+def test_what_is_pushed_is_what_the_standard_variables_say(otlp_environment, variables, pushed):
+    from sdcwatch.config import launcher_environment
+
+    otlp_environment(**variables)
+    found = launcher_environment()
+
+    assert (found.otlp_endpoint, found.otlp_logs_endpoint) == pushed
+
+
+def test_a_collector_for_metrics_alone_gets_no_log_records(
+    feed, collector, otlp_environment, faulty_run, tmp_path
+):
+    from sdcwatch.config import TelemetryConfig, launcher_environment
+    from sdcwatch.sinks.build import build_sinks
+
+    otlp_environment(OTEL_EXPORTER_OTLP_METRICS_ENDPOINT=f"{collector.url}/v1/metrics")
+    dispatcher, _ = build_sinks(
+        TelemetryConfig(prometheus=False, wandb=False), faulty_run[0], rank=0, local_rank=0,
+        environment=launcher_environment(), run_dir=tmp_path,
+    )  # fmt: skip
+    feed(dispatcher, faulty_run)
+    dispatcher.close()
+
+    assert collector.metrics
+    assert [counts.sink for counts in dispatcher.counts] == ["jsonl", "otel"]
+
+
 def test_no_logs_are_sent_when_they_are_off(sinks, feed, collector, otlp_environment, faulty_run):
     otlp_environment(OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
     dispatcher, _ = sinks(faulty_run[0], otlp=True, logs=False)
