@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import shutil
-import socket
-import subprocess
 import sys
-import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +13,13 @@ import pytest
 import yaml
 
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.rulefiles import alertmanager_settings
 
 ROOT = Path(__file__).parents[2]
 
 
-def _script(name: str) -> Any:
-    """A module of scripts/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+def _load(name: str, folder: str) -> Any:
+    """A module of a folder that is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -37,15 +28,8 @@ def _script(name: str) -> Any:
     return module
 
 
-recorded_runs = _script("recorded")
-
-
-def binary(*names: str) -> str:
-    """The first of these programs on the PATH; without one the test is skipped and says so."""
-    for name in names:
-        if found := shutil.which(name):
-            return found
-    pytest.skip(f"none of {names} on the PATH: apt-get install prometheus prometheus-alertmanager")
+recorded_runs = _load("recorded", "scripts")
+servers = _load("servers", "tests/monitor")
 
 
 @pytest.fixture(scope="session")
@@ -60,12 +44,12 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def promtool() -> str:
-    return binary("promtool")
+    return servers.binary("promtool")
 
 
 @pytest.fixture(scope="session")
 def amtool() -> str:
-    return binary("amtool")
+    return servers.binary("amtool")
 
 
 @pytest.fixture(scope="session")
@@ -84,117 +68,30 @@ def dashboards() -> dict[str, dict[str, Any]]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def ask(url: str, body: object = None) -> Any:
-    """GET, or POST of JSON; the JSON of the answer, or None if it is empty."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=10) as answer:
-        text = answer.read()
-    return json.loads(text) if text else None
-
-
-@contextlib.contextmanager
-def server(command: list[str], ready: str, folder: Path) -> Iterator[None]:
-    """A real server in a process of its own, until the block ends."""
-    log = folder / "server.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=folder)
-    try:
-        deadline = time.monotonic() + 40
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                ask(ready)
-                break
-            text = log.read_text(errors="replace")
-            assert process.poll() is None, text
-            assert time.monotonic() < deadline, text
-            time.sleep(0.1)
-        yield
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
-
-
-class Inbox:
-    """A webhook receiver: what Alertmanager sent, in order, with the path it was sent to."""
-
-    def __init__(self) -> None:
-        self.mails: list[tuple[str, dict[str, Any]]] = []
-        inbox = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                inbox.mails.append((self.path, json.loads(body)))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def wait(self, wanted: Callable[[list[tuple[str, dict[str, Any]]]], bool]) -> None:
-        """Until what has arrived is as wanted."""
-        deadline = time.monotonic() + 40
-        while not wanted(self.mails):
-            assert time.monotonic() < deadline, self.mails
-            time.sleep(0.1)
-
-
 @pytest.fixture
-def inbox() -> Iterator[Inbox]:
-    box = Inbox()
+def inbox() -> Iterator[Any]:
+    box = servers.Inbox()
     yield box
     box.close()
 
 
 @pytest.fixture
-def alertmanager(inbox: Inbox, config: MonitorConfig, tmp_path: Path) -> Iterator[str]:
+def alertmanager(inbox: Any, tmp_path: Path) -> Iterator[str]:
     """The URL of a real Alertmanager with our routes, quick, that notifies `inbox`."""
-    program = binary("prometheus-alertmanager", "alertmanager")
-    settings = alertmanager_settings(config, inbox.url)
-    for route in (settings["route"], *settings["route"]["routes"]):
-        route |= {"group_wait": "1s", "group_interval": "1s"}
-    (tmp_path / "alertmanager.yml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [
-        program,
-        "--config.file=alertmanager.yml",
-        "--storage.path=data",
-        f"--web.listen-address={url.removeprefix('http://')}",
-        "--cluster.listen-address=",
-    ]
-    with server(command, f"{url}/api/v2/status", tmp_path):
+    with servers.quick_alertmanager(inbox.url, tmp_path) as url:
         yield url
 
 
 @pytest.fixture
 def ask_json() -> Callable[..., Any]:
-    return ask
+    return servers.ask
 
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The recorded runs in a real Prometheus."""
-    binary("prometheus")
-    binary("promtool")
+    servers.binary("prometheus")
+    servers.binary("promtool")
     with recorded_runs.recorded_prometheus(tmp_path_factory.mktemp("recorded")) as server:
         yield server
 
