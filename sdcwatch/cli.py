@@ -103,7 +103,11 @@ def cli() -> None:
 @click.option("--wandb", type=click.Choice(["offline", "online", "off"]), default="offline",
               show_default=True, help="Where the W&B run goes.")  # fmt: skip
 def demo(faults: str, run_dir: Path | None, **options: Any) -> int:
-    """Train a small GPT over simulated nodes, with planted faults."""
+    """Train a small GPT over simulated nodes, with planted faults.
+
+    Exits 0 if every planted fault led to the verdict expected of it and nothing else was
+    reported, 1 if not, 130 if interrupted before the end.
+    """
     from rich.console import Console
 
     from sdcwatch.demo.prepare import RUNS_DIR, choose_plan, new_run, prepare
@@ -127,7 +131,11 @@ def demo(faults: str, run_dir: Path | None, **options: Any) -> int:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False),
               help="Where the page goes.  [default: RUN_DIR/report.html]")  # fmt: skip
 def report(run_dir: Path, plan_path: Path | None, out: Path | None) -> int:
-    """Write one HTML page about a run, and grade it."""
+    """Write one HTML page about a run, and grade it.
+
+    With --check it exits 1 unless every fault of the plan led to the verdict expected of it and
+    nothing else was reported; events.jsonl alone decides.
+    """
     from rich.console import Console
 
     from sdcwatch.demo.closing import print_grade
