@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -148,6 +149,16 @@ def run_threads(world_size: int, body: Callable[[ThreadExchange], T]) -> list[T]
     return results
 
 
+def fork_server() -> ForkServerContext:
+    """A context whose fork server imports torch once for all processes.
+
+    The compiler too, because DDP and optimizers import it: seconds in each process otherwise.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["sdcwatch.testing", "sdcwatch.guard.session", "torch._dynamo"])
+    return context
+
+
 class RankFailed(AssertionError):
     """A function raised on a rank of the pool; the message is that rank's traceback."""
 
@@ -220,11 +231,7 @@ class GlooPool:
     def _start(self) -> None:
         if self._workers:
             return
-        # The fork server imports torch once for all of them; DDP and optimizers import dynamo.
-        context = get_context("forkserver")
-        context.set_forkserver_preload(
-            ["sdcwatch.testing", "sdcwatch.guard.session", "torch._dynamo"]
-        )
+        context = fork_server()
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
