@@ -1,0 +1,476 @@
+"""Loops that do not do what the guard expects, and computations that do not repeat."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import sdcwatch
+from sdcwatch.core.records import (
+    Cause,
+    Coverage,
+    Origin,
+    Outcome,
+    PreflightDone,
+    Progress,
+    RunFinished,
+    UpdateSkipped,
+    Verdict,
+)
+from sdcwatch.errors import CorruptionDetected, SchemaMismatch
+from sdcwatch.testing import GlooPool
+
+sys.path.insert(0, str(Path(__file__).parent))
+from training import QUIET, Memory
+
+pytestmark = pytest.mark.dist
+
+WORLD = 3
+
+
+class Net(nn.Module):
+    """Dropout and BatchNorm, so that generators and buffers have something to lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(self.norm(self.first(x)).relu()))
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+class Loop:
+    """A guarded loop on one rank, each rank on a node of its own."""
+
+    def __init__(
+        self,
+        rank: int,
+        group: Any,
+        run_dir: str,
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor] = mean_square,
+        **options: Any,
+    ) -> None:
+        self.rank, self.net, self.memory = rank, Net(), Memory()
+        self.model = DistributedDataParallel(self.net, process_group=group)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
+        self.loss_fn = loss_fn
+        self.step = 0
+        self.options = {
+            "audit_every": 2,
+            "fingerprint_every": 2,
+            "node": f"n{rank}",
+            "run_dir": run_dir,
+            "sinks": [self.memory],
+            **QUIET,
+            **options,
+        }
+        torch.manual_seed(rank)
+
+    def start(self) -> sdcwatch.Guard:
+        self.guard = sdcwatch.init(self.model, self.optimizer, self.loss_fn, **self.options)
+        return self.guard
+
+    def batch(self) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(100 * self.rank + self.step)
+        return torch.randn(6, 4, generator=draw)
+
+    def run(self, steps: int, *, forgets: Callable[[int], bool] = lambda step: False) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.optimizer.zero_grad()
+            if forgets(self.step):
+                self.loss_fn(self.model, self.batch()).backward()
+            else:
+                self.guard.forward(self.batch()).backward()
+            self.optimizer.step()
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [r for r in self.memory.records if type(r) is kind]
+
+    def finished(self) -> dict[str, Any]:
+        """What the run left, after its guard was closed."""
+        self.guard.close()
+        return {
+            "verdicts": [
+                (v.step, v.check.value, v.outcome.value, tuple(s.rank for s in v.suspects))
+                for v in self.of(Verdict)
+            ],
+            "full": self.of(Verdict),
+            "reasons": [v.reason for v in self.of(Verdict)],
+            "preflight": [(p.coverage, p.reason) for p in self.of(PreflightDone)],
+            "skips": [(s.step, s.reason.value) for s in self.of(UpdateSkipped)],
+            "audited": max(p.last_clean_audit_step for p in self.of(Progress)),
+            "weights": sum(float(p.detach().double().sum()) for p in self.net.parameters()),
+        }
+
+
+def same(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks say, after checking that all say the same."""
+    for key in ("verdicts", "reasons", "preflight", "skips", "audited", "weights"):
+        assert all(row[key] == rows[0][key] for row in rows), key
+    return rows[0]
+
+
+# --- guard.forward is forgotten ---
+
+
+def forgetting(
+    rank: int, group: Any, run_dir: str, who: tuple[int, ...], when: tuple[int, ...]
+) -> dict[str, Any]:
+    loop = Loop(rank, group, run_dir)
+    loop.start()
+    loop.run(8, forgets=lambda step: rank in who and step in when)
+    return loop.finished()
+
+
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["on one rank", "on all ranks"])
+def test_an_audit_step_without_guard_forward_is_not_run_and_made_up_for(
+    pool: GlooPool, tmp_path: Path, who: tuple[int, ...]
+) -> None:
+    left = same(pool.run(forgetting, WORLD, str(tmp_path), who, (4,)))
+    assert left["verdicts"] == [(4, "replay", "not_run", ())]
+    assert "guard.forward was not called once on every rank" in left["reasons"][0]
+    assert (left["audited"], left["skips"]) == (8, [])
+
+
+def test_other_steps_without_guard_forward_are_checked_all_the_same(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    left = same(pool.run(forgetting, WORLD, str(tmp_path), (1,), (3, 5)))
+    assert (left["verdicts"], left["audited"]) == ([], 8)
+
+
+def test_a_loop_that_never_calls_guard_forward_is_told_so_at_every_audit(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    left = same(pool.run(forgetting, WORLD, str(tmp_path), (0, 1, 2), tuple(range(1, 9))))
+    assert {outcome for _, _, outcome, _ in left["verdicts"]} == {"not_run"}
+    assert (left["audited"], left["preflight"]) == (0, [])
+
+
+# --- exceptions in the middle of a step ---
+
+
+class Explode(torch.autograd.Function):
+    """Raises in the backward."""
+
+    error: BaseException
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise Explode.error
+
+
+def switches_and_hooks(loop: Loop) -> dict[str, Any]:
+    """Everything that an audit step turns on or hangs somewhere."""
+    modules = list(loop.net.modules())
+    return {
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        "module hooks": sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in modules),
+        "tensor hooks": [len(p._backward_hooks or {}) for p in loop.net.parameters()],
+        "accumulation hooks": [
+            len(p._post_accumulate_grad_hooks or {}) for p in loop.net.parameters()
+        ],
+        "optimizer hooks": len(loop.optimizer._optimizer_step_pre_hooks)
+        + len(loop.optimizer._optimizer_step_post_hooks),
+        "training": [m.training for m in modules],
+    }
+
+
+def generators_and_buffers(loop: Loop) -> list[list[float]]:
+    state = [torch.get_rng_state().tolist()]
+    return state + [b.double().flatten().tolist() for b in loop.net.buffers()]
+
+
+def interrupted(
+    rank: int, group: Any, run_dir: str, where: str, error: BaseException
+) -> dict[str, Any]:
+    """An audit step that raises on every rank, with kernels that repeat only when asked to."""
+    when = {"step": 0}
+    raised: list[Any] = []
+    Explode.error = error
+    restless = random.Random()
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        fails = loop.step == when["step"]
+        if fails and where == "before the forward":
+            raised.append(generators_and_buffers(loop))
+            raise error
+        loss = mean_square(model, batch)
+        if not torch.are_deterministic_algorithms_enabled():
+            loss = loss + 1e-3 * restless.random()
+        if fails and where == "after the forward":
+            raised.append(generators_and_buffers(loop))
+            raise error
+        return Explode.apply(loss) if fails and where == "in the backward" else loss
+
+    loop = Loop(rank, group, run_dir, loss_fn)
+    before_init = switches_and_hooks(loop)
+    guard = loop.start()
+    loop.run(5)
+    armed = switches_and_hooks(loop)
+    coverage = [p.coverage for p in loop.of(PreflightDone)]
+    when["step"] = 6  # an audit step
+    with pytest.raises(type(error)) as caught:
+        loop.run(1)
+    immediately = switches_and_hooks(loop)
+    as_raised = not raised or raised == [generators_and_buffers(loop)]
+    loop.run(1)
+    afterwards = switches_and_hooks(loop)
+    loop.run(4)
+    left = loop.finished()
+    return {
+        **left,
+        "same error": caught.value is error,
+        "coverage": coverage,
+        "at once": immediately == armed,
+        "as raised": as_raised,
+        "afterwards": afterwards == armed,
+        "closed": switches_and_hooks(loop) == before_init,
+        "steps": guard.step,
+    }
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad label"), KeyboardInterrupt()], ids=type)
+@pytest.mark.parametrize("where", ["before the forward", "after the forward", "in the backward"])
+def test_an_exception_on_an_audit_step_leaves_nothing_behind_and_training_goes_on(
+    pool: GlooPool, tmp_path: Path, where: str, error: BaseException
+) -> None:
+    rows = pool.run(interrupted, WORLD, str(tmp_path), where, error)
+    for row in rows:
+        assert row["coverage"] == [Coverage.FULL]
+        # From a backward that died nothing comes back to the guard; its next call cleans up.
+        assert row["at once"] or where == "in the backward"
+        assert row["as raised"]
+        assert row["afterwards"]
+        assert row["closed"]
+    left = same(rows)
+    assert left["verdicts"] == []
+    assert left["audited"] >= 8
+
+
+def closing_after_an_exception(rank: int, group: Any, run_dir: str) -> tuple[bool, list[Any]]:
+    """Only rank 1 leaves; it must not need the others for that."""
+    loop = Loop(rank, group, run_dir)
+    guard = loop.start()
+    loop.run(3)
+    if rank == 1:
+        message = "a bad label"
+
+        def no_collective(*arguments: Any) -> None:
+            pytest.fail("a collective after an exception")
+
+        guard._parts.exchange._await = no_collective  # type: ignore[attr-defined]
+        with contextlib.suppress(ValueError), guard:
+            raise ValueError(message)
+    dist.barrier(group=group)
+    guard.close()
+    alive = [t.name for t in threading.enumerate() if t.name.startswith("sdcwatch-watchdog")]
+    finish = [(f.state.value, f.reason, f.exit_code) for f in loop.of(RunFinished)]
+    return bool(alive), finish
+
+
+def test_closing_after_an_exception_makes_no_collective(pool: GlooPool, tmp_path: Path) -> None:
+    rows = pool.run(closing_after_an_exception, WORLD, str(tmp_path))
+    assert rows[1] == (False, [("failed", "the run ended with ValueError", 1)])
+    assert rows[0] == rows[2] == (False, [("finished", "the run ended", 0)])
+
+
+def failing_to_start(rank: int, group: Any, run_dir: str, how: str) -> tuple[str, bool, bool, int]:
+    loop = Loop(rank, group, run_dir)
+    if how == "weights" and rank == 1:
+        loop.net.last.weight.data[0, 0] += 1.0
+    if how == "schema" and rank == 1:
+        loop.net.register_parameter("extra", nn.Parameter(torch.zeros(2), requires_grad=False))
+    before = switches_and_hooks(loop)
+    threads = threading.active_count()
+    try:
+        loop.start()
+    except (CorruptionDetected, SchemaMismatch) as error:
+        said = str(error)
+    else:
+        said = "no error"
+    hooked = bool(loop.model._comm_hooks)
+    return said, hooked, switches_and_hooks(loop) == before, threading.active_count() - threads
+
+
+@pytest.mark.parametrize("how", ["weights", "schema"])
+def test_a_start_that_fails_leaves_nothing_behind_on_any_rank(
+    pool: GlooPool, tmp_path: Path, how: str
+) -> None:
+    rows = pool.run(failing_to_start, WORLD, str(tmp_path), how)
+    assert len({said for said, *_ in rows}) == 1
+    expected = {
+        "weights": "rank 1 dissents from the majority of 3",
+        "schema": "extra: missing on ranks [0, 2], (2,) torch.float32 on ranks [1]",
+    }
+    assert expected[how] in rows[0][0]
+    assert [row[1:] for row in rows] == [(False, True, 0)] * WORLD
+
+
+# --- what does not repeat, and what is no device's fault ---
+
+
+def noisy(
+    rank: int, group: Any, run_dir: str, kind: str, probability: float, steps: int
+) -> dict[str, Any]:
+    restless = random.Random()  # seeded by the system, differently in every process and replay
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = mean_square(model, batch)
+        if restless.random() >= probability:
+            return loss
+        noise = 1e-4 * restless.random()
+        # The second changes the gradients and leaves the loss: it has the value zero.
+        return loss + noise if kind == "loss" else loss + noise * (loss - loss.detach())
+
+    loop = Loop(rank, group, run_dir, loss_fn, audit_every=1)
+    loop.start()
+    loop.run(steps)
+    return loop.finished()
+
+
+@pytest.mark.parametrize(
+    ("kind", "coverage", "says"),
+    [
+        ("loss", Coverage.OFF, "seed every generator that loss_fn uses"),
+        ("gradient", Coverage.LOSS_ONLY, "only losses are compared"),
+    ],
+)
+def test_a_computation_that_never_repeats_degrades_coverage_and_says_what_to_mend(
+    pool: GlooPool, tmp_path: Path, kind: str, coverage: Coverage, says: str
+) -> None:
+    left = same(pool.run(noisy, WORLD, str(tmp_path), kind, 1.0, 6))
+    assert left["verdicts"] == []
+    ((found, reason),) = left["preflight"]
+    assert (found, says in reason) == (coverage, True)
+    # Only an audit of something counts as one.
+    assert left["audited"] == (0 if coverage is Coverage.OFF else 6)
+
+
+@pytest.mark.parametrize("probability", [0.01, 0.2], ids=["1 %", "20 %"])
+def test_a_computation_that_seldom_repeats_names_nobody(
+    pool: GlooPool, tmp_path: Path, probability: float
+) -> None:
+    left = same(pool.run(noisy, WORLD, str(tmp_path), "loss", probability, 30))
+    assert [v for v in left["verdicts"] if v[3] or v[2] == "suspect"] == []
+
+
+def in_another_environment(rank: int, group: Any, run_dir: str) -> dict[str, Any]:
+    loop = Loop(rank, group, run_dir)
+    loop.start()
+    torch.set_num_threads(2 if rank == 1 else 1)
+    try:
+        loop.run(4)
+    finally:
+        torch.set_num_threads(1)
+    return loop.finished()
+
+
+def test_ranks_in_different_environments_are_not_audited_and_nobody_is_blamed(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    left = same(pool.run(in_another_environment, WORLD, str(tmp_path)))
+    assert left["preflight"] == [
+        (
+            Coverage.OFF,
+            "ranks run different software: threads differs: '1' on ranks [0, 2], '2' on ranks [1]",
+        )
+    ]
+    assert left["verdicts"] == []
+
+
+def with_nan(rank: int, group: Any, run_dir: str, source: str, when: tuple[int, ...]) -> Any:
+    """A value that is not finite: in the data, or put there on rank 1."""
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = mean_square(model, batch)
+        here = source == "loss" and rank == 1 and loop.step in when
+        return loss * float("nan") if here else loss
+
+    loop = Loop(rank, group, run_dir, loss_fn)
+    plain = loop.batch
+
+    def batch() -> torch.Tensor:
+        bad = source == "data" and rank == 1 and loop.step in when
+        return plain() / 0.0 if bad else plain()
+
+    loop.batch = batch  # type: ignore[method-assign]
+    if source == "gradient" and rank == 1:
+        nan = float("nan")
+        loop.net.first.weight.register_hook(lambda g: g * nan if loop.step in when else None)
+    loop.start()
+    loop.run(10)
+    return loop.finished()
+
+
+@pytest.mark.parametrize(
+    ("source", "outcome", "named", "origin", "cause"),
+    [
+        ("data", Outcome.REPRODUCIBLE, (), Origin.LOCAL, Cause.DATA),
+        ("loss", Outcome.SUSPECT, (1,), Origin.LOCAL, Cause.DEVICE),
+        ("gradient", Outcome.SUSPECT, (1,), Origin.LOCAL, Cause.DEVICE),
+    ],
+)
+@pytest.mark.parametrize("when", [(5,), (4, 8)], ids=["once", "now and then"])
+def test_a_value_that_is_not_finite_is_seen_before_the_update_and_told_apart_from_data(
+    pool: GlooPool,
+    tmp_path: Path,
+    source: str,
+    when: tuple[int, ...],
+    outcome: Outcome,
+    named: tuple[int, ...],
+    origin: Origin,
+    cause: Cause,
+) -> None:
+    left = same(pool.run(with_nan, WORLD, str(tmp_path), source, when))
+    assert left["verdicts"] == [(step, "nonfinite", outcome.value, named) for step in when]
+    assert {(v.origin, v.cause) for v in left["full"]} == {(origin, cause)}
+    assert left["skips"] == [(step, "nonfinite") for step in when]
+    assert left["weights"] == left["weights"]  # no NaN has reached them
+
+
+# --- uneven inputs ---
+
+
+def uneven(rank: int, group: Any, run_dir: str) -> tuple[list[Any], int, list[str]]:
+    loop = Loop(rank, group, run_dir)
+    guard = loop.start()
+    with Join([loop.model, guard]):
+        loop.run(5 if rank == 1 else 9)
+    left = loop.finished()
+    return left["verdicts"], loop.step, left["reasons"]
+
+
+def test_a_rank_that_runs_out_of_inputs_under_join_is_not_blamed(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    rows = pool.run(uneven, WORLD, str(tmp_path))
+    assert [steps for _, steps, _ in rows] == [9, 5, 9]
+    assert rows[0][0] == rows[2][0] == [(6, "replay", "not_run", ())]
+    assert rows[1][0] == []
+    assert "run out of inputs" in rows[0][2][0]
