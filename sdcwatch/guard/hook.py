@@ -7,7 +7,7 @@ DDP requires the annotation of the second parameter at run time, hence no
 ``from __future__ import annotations`` in this module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class GradientScreen:
         local: One screen per bucket, of the local gradient before the all-reduce.
         reduced: One screen per bucket, of the reduced gradient.
         elements: Gradient elements reduced so far.
-        aliased: Ids of parameters whose gradient was a bucket view before this backward.
+        homes: For each parameter, by id, the address of the storage that held its gradient before
+            this backward.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class GradientScreen:
         self.local: list[torch.Tensor] = []
         self.reduced: list[torch.Tensor] = []
         self.elements = 0
-        self.aliased: frozenset[int] = frozenset()
+        self.homes: Mapping[int, int] = {}
 
     @property
     def released(self) -> bool:
@@ -51,7 +52,7 @@ class GradientScreen:
 
     def release(self) -> None:
         """Let go of the guard."""
-        self.begin(self.aliased)
+        self.begin(self.homes)
         self._on_bucket = None
 
     def succeed(self, closed: "GradientScreen") -> "GradientScreen":
@@ -59,12 +60,12 @@ class GradientScreen:
         closed.__dict__.update(self.__dict__)
         return closed
 
-    def begin(self, aliased: frozenset[int] = frozenset()) -> None:
+    def begin(self, homes: Mapping[int, int]) -> None:
         """Start over, at the start of a synchronising backward."""
         self.local.clear()
         self.reduced.clear()
         self.elements = 0
-        self.aliased = aliased
+        self.homes = homes
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Screen, average over the ranks as DDP would, screen again."""
@@ -88,7 +89,8 @@ class GradientScreen:
         if buffer.is_sparse:
             buffer.div_(self._world_size)
             return
-        aliased = [id(p) in self.aliased for p in bucket.parameters()]
+        here = buffer.untyped_storage().data_ptr()
+        aliased = [self.homes.get(id(p)) == here for p in bucket.parameters()]
         if not any(aliased):
             buffer.mul_(1.0 / self._world_size)
         elif all(aliased):

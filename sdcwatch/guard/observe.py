@@ -14,12 +14,20 @@ from sdcwatch.guard.audit import OwnStep
 from sdcwatch.guard.window import StepWindow
 
 
-def aliased_gradients(guarded: Guarded) -> frozenset[int]:
-    """Parameters whose gradient is a view of a bucket already; DDP averages those by division."""
+def gradient_homes(guarded: Guarded) -> dict[int, int]:
+    """Where each gradient lives before the backward, by id of its parameter.
+
+    DDP divides those that live in their bucket already. Others it copies there, multiplied: also
+    those that an accumulation under no_sync has made anew.
+    """
     ddp = guarded.ddp
     if ddp is None or not ddp.gradient_as_bucket_view:
-        return frozenset()
-    return frozenset(id(p) for _, p in guarded.named if p.grad is not None)
+        return {}
+    return {
+        id(p): p.grad.untyped_storage().data_ptr()
+        for _, p in guarded.named
+        if p.grad is not None and p.grad.layout is torch.strided
+    }
 
 
 def observe(parts: Parts, window: StepWindow) -> tuple[RankFinite, float | None]:

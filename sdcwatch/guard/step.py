@@ -33,7 +33,7 @@ from sdcwatch.errors import ConfigurationError, CorruptionDetected
 from sdcwatch.guard.agreement import Code, Operation, agree
 from sdcwatch.guard.assembly import Parts
 from sdcwatch.guard.audit import AuditResult, OwnStep
-from sdcwatch.guard.observe import aliased_gradients, observe, own_step, weights_nonfinite
+from sdcwatch.guard.observe import gradient_homes, observe, own_step, weights_nonfinite
 from sdcwatch.guard.replicas import Replicas
 from sdcwatch.guard.window import Decision, Forward, StepWindow
 
@@ -131,7 +131,7 @@ class Steps:
         if self._queued:
             return
         self._queued = True
-        self._parts.screen.begin(aliased_gradients(self._parts.guarded))
+        self._parts.screen.begin(gradient_homes(self._parts.guarded))
         # Queued twice, so as to run behind the finalisation that DDP queues.
         _ENGINE.queue_callback(lambda: _ENGINE.queue_callback(self._backward_ended))
 
