@@ -88,7 +88,7 @@ SCENARIOS = {
         arguments=("--nodes", "2", "--ranks-per-node", "1", "--steps", "60"), plan=TWO_NODES
     ),
     "rank_killed": Scenario(
-        arguments=(*SMALL, "--steps", "400", "--faults", "none"), kill_after_step=30
+        arguments=(*SMALL, "--steps", "120", "--faults", "none"), kill_after_step=12
     ),
     "sinks_dead": Scenario(
         arguments=(*SMALL, "--steps", "60", "--faults", "none"),
@@ -112,9 +112,7 @@ def samples(text: str, instance: str, now: float) -> Iterator[tuple[str, str]]:
     for line in text.splitlines():
         if found := SAMPLE.match(line):
             target = f'job="{JOB}",instance="{instance}"'
-            # Prometheus keeps the target's own label and renames the metric's.
-            labels = re.sub(r"\binstance=", "exported_instance=", found["labels"])
-            series = f"{found['name']}{{{labels},{target}}}"
+            series = f"{found['name']}{{{found['labels']},{target}}}"
             yield series, f"{series} {found['value']} {now:.3f}"
 
 

@@ -39,8 +39,6 @@ VERDICTS_BY_CODE = {str(code.value): look for code, look in VERDICT_LOOKS.items(
 STATES_BY_CODE = {**coded(GUARD_LOOKS, GUARD_CODES), **coded(RANK_LOOKS, RANK_CODES)}
 COVERAGE_BY_WORD = {c.value: look for c, look in COVERAGE_LOOKS.items()}
 STATE_BY_WORD = {s.value: look for s, look in GUARD_LOOKS.items()}
-ROWS = ("run", "rank", "node", "gpu")
-"""Labels of a row in a table of suspects."""
 
 
 def ages(limit: str) -> Steps:
@@ -77,7 +75,7 @@ def suspects_table(
     title: str, scope: Scope, config: MonitorConfig, *, with_run: bool, to_suspect: bool
 ) -> Any:
     """Who is suspect, by which check, on what evidence."""
-    who = answers.WHO
+    who = (*answers.WHO, "instance_id")
     on = ", ".join((*scope.by, *who))
     strikes = answers.strikes(scope, *who)
     queries = (
@@ -100,6 +98,7 @@ def suspects_table(
         Column(source="run", name="run", link=(run, "Open the run")),
         Column(source="rank", name="Rank", width=60),
         Column(source="node", name="Node"),
+        Column(source="instance_id", name="Instance"),
         Column(
             source="gpu",
             name="GPU",

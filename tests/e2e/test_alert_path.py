@@ -6,7 +6,6 @@ fields that name the rank and nothing else; a clean run sends nothing but the Wa
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -55,28 +54,6 @@ def _plan(rank: int) -> str:
     return yaml.safe_dump({"seed": 1, "faults": [fault]})
 
 
-@contextlib.contextmanager
-def _prometheus(target: str, alertmanager: str, folder: Path) -> Iterator[str]:
-    address = f"127.0.0.1:{servers.free_port()}"
-    settings = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(ROOT / "alerts" / "sdcwatch.rules.yml")],
-        "alerting": {
-            "alertmanagers": [{"static_configs": [{"targets": [alertmanager.split("//")[1]]}]}]
-        },
-        "scrape_configs": [{"job_name": "sdcwatch", "static_configs": [{"targets": [target]}]}],
-    }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    command = [
-        servers.binary("prometheus"),
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address={address}",
-    ]
-    with servers.server(command, f"http://{address}/api/v1/status/buildinfo", folder):
-        yield f"http://{address}"
-
-
 @pytest.fixture
 def watch_demo(tmp_path: Path) -> Iterator[Callable[[str], tuple[list[Any], Path]]]:
     """Runs the demo with a plan beside the whole path; what arrived, with the time it did."""
@@ -91,7 +68,7 @@ def watch_demo(tmp_path: Path) -> Iterator[Callable[[str], tuple[list[Any], Path
         arguments += ["--run-dir", str(tmp_path / RUN), "--faults", plan]
         with (
             servers.quick_alertmanager(inbox.url, tmp_path / "alertmanager") as alertmanager,
-            _prometheus(f"127.0.0.1:{port}", alertmanager, tmp_path / "prometheus"),
+            servers.quick_prometheus(f"127.0.0.1:{port}", alertmanager, tmp_path / "prometheus"),
         ):
             done = subprocess.run(
                 [sys.executable, "-m", "sdcwatch", "demo", *arguments],

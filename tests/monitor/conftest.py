@@ -29,7 +29,7 @@ def _load(name: str, folder: str) -> Any:
 
 
 recorded_runs = _load("recorded", "scripts")
-servers = _load("servers", "tests/monitor")
+real_servers = _load("servers", "tests/monitor")
 
 
 @pytest.fixture(scope="session")
@@ -44,12 +44,12 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def promtool() -> str:
-    return servers.binary("promtool")
+    return real_servers.binary("promtool")
 
 
 @pytest.fixture(scope="session")
 def amtool() -> str:
-    return servers.binary("amtool")
+    return real_servers.binary("amtool")
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +70,7 @@ def dashboards() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def inbox() -> Iterator[Any]:
-    box = servers.Inbox()
+    box = real_servers.Inbox()
     yield box
     box.close()
 
@@ -78,20 +78,20 @@ def inbox() -> Iterator[Any]:
 @pytest.fixture
 def alertmanager(inbox: Any, tmp_path: Path) -> Iterator[str]:
     """The URL of a real Alertmanager with our routes, quick, that notifies `inbox`."""
-    with servers.quick_alertmanager(inbox.url, tmp_path) as url:
+    with real_servers.quick_alertmanager(inbox.url, tmp_path) as url:
         yield url
 
 
 @pytest.fixture
 def ask_json() -> Callable[..., Any]:
-    return servers.ask
+    return real_servers.ask
 
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The recorded runs in a real Prometheus."""
-    servers.binary("prometheus")
-    servers.binary("promtool")
+    real_servers.binary("prometheus")
+    real_servers.binary("promtool")
     with recorded_runs.recorded_prometheus(tmp_path_factory.mktemp("recorded")) as server:
         yield server
 
@@ -99,3 +99,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def substitute() -> Callable[..., str]:
     return recorded_runs.substitute
+
+
+@pytest.fixture(scope="session", name="servers")
+def _servers() -> Any:
+    """Real servers, started on free ports."""
+    return real_servers

@@ -21,6 +21,8 @@ import yaml
 from sdcwatch.monitor.config import MonitorConfig
 from sdcwatch.monitor.rulefiles import alertmanager_settings
 
+RULES = Path(__file__).parents[2] / "alerts" / "sdcwatch.rules.yml"
+
 
 def binary(*names: str) -> str:
     """The first of these programs on the PATH; without one the test is skipped and says so."""
@@ -101,7 +103,8 @@ class Inbox:
         """Until what has arrived is as wanted."""
         deadline = time.monotonic() + 40
         while not wanted(self.mails):
-            assert time.monotonic() < deadline, self.mails
+            summary = [(p, [a["labels"] for a in m["alerts"]]) for p, m in self.mails]
+            assert time.monotonic() < deadline, summary
             time.sleep(0.1)
 
 
@@ -123,3 +126,53 @@ def quick_alertmanager(notify: str, folder: Path) -> Iterator[str]:
     ]
     with server(command, f"{url}/api/v2/status", folder):
         yield url
+
+
+@contextlib.contextmanager
+def quick_prometheus(target: str, alertmanager: str, folder: Path) -> Iterator[str]:
+    """A real Prometheus that scrapes one target each second under the committed rules; its URL."""
+    address = f"127.0.0.1:{free_port()}"
+    managers = [{"static_configs": [{"targets": [alertmanager.removeprefix("http://")]}]}]
+    settings = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(RULES)],
+        "alerting": {"alertmanagers": managers},
+        "scrape_configs": [{"job_name": "sdcwatch", "static_configs": [{"targets": [target]}]}],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    command = [
+        binary("prometheus"),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+        # What fires before the notifier has found Alertmanager is sent again soon.
+        "--rules.alert.resend-delay=3s",
+    ]
+    with server(command, f"http://{address}/api/v1/status/buildinfo", folder):
+        yield f"http://{address}"
+
+
+class Metrics:
+    """A /metrics endpoint that serves a text."""
+
+    def __init__(self, text: str) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.address = f"127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
