@@ -298,7 +298,7 @@ def compared_with_buffers(rank: int, group: Any, run_dir: str) -> Any:
 
 def test_buffers_are_compared_on_request_case_21(pool: GlooPool, tmp_path: Path) -> None:
     results = pool.run(compared_with_buffers, 3, str(tmp_path))
-    # Buffers differ right after the forward, so the audit of step 1 finds them before its own check.
+    # Buffers differ right after the forward: the audit of step 1 finds them before its own check.
     assert same_on_every_rank(results) == [
         (1, "replay", "void", ()),
         (1, "fingerprint", "unattributed", ()),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import runpy
 import time
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from sdcwatch.core.records import Hang, Record, Verdict
 from sdcwatch.sinks.jsonl import read_records
-from sdcwatch.testing import free_port
+from sdcwatch.testing import fork_server, free_port
 
 pytestmark = pytest.mark.dist
 
@@ -50,8 +49,7 @@ class Ended:
 
 def play(scenario: str, run_dir: Path, *, wait_for: tuple[int, ...] = (0, 1, 2)) -> Ended:
     """Run a scenario; ranks that are not waited for are ended when the others have gone."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["sdcwatch.testing", "sdcwatch.guard.session"])
+    context = fork_server()
     port = free_port()
     processes = []
     for rank in range(WORLD):
@@ -64,7 +62,7 @@ def play(scenario: str, run_dir: Path, *, wait_for: tuple[int, ...] = (0, 1, 2))
             )
         )
         processes[-1].start()
-    end = time.monotonic() + 50.0
+    end = time.monotonic() + 100.0
     try:
         for rank in wait_for:
             processes[rank].join(max(0.1, end - time.monotonic()))
