@@ -101,11 +101,25 @@ def results(
     return found
 
 
+def events(dashboard: dict[str, Any], server: Recorded, span: Span) -> list[float]:
+    """The times that the annotations mark."""
+    found = set()
+    for annotation in dashboard["annotations"]["list"]:
+        if "target" in annotation:
+            expression = substitute(
+                annotation["target"]["expr"], run=span.run, range_seconds=span.seconds
+            )
+            for series in server.range(expression, span.start, span.end, 2.0):
+                found |= {float(value) / 1000 for _, value in series["values"]}
+    return sorted(t for t in found if span.start <= t <= span.end)
+
+
 def page(dashboard: dict[str, Any], server: Recorded, span: Span) -> tuple[str, int]:
     """The HTML of a dashboard, and its height in pixels."""
     column = (WIDTH - 16) / 24
     parts = []
     bottom = 0.0
+    marks = events(dashboard, server, span)
     for panel in dashboard["panels"]:
         at = panel["gridPos"]
         box = draw.Box(at["w"] * column - GAP, at["h"] * UNIT - GAP)
@@ -117,7 +131,7 @@ def page(dashboard: dict[str, Any], server: Recorded, span: Span) -> tuple[str, 
         if panel["type"] == "row":
             parts.append(f'<div class="row" style="{place}">▾ {escape(panel["title"])}</div>')
             continue
-        body = draw.body(panel, results(panel, server, span), box, (span.start, span.end))
+        body = draw.body(panel, results(panel, server, span), box, (span.start, span.end), marks)
         title = f'<div class="title">{escape(panel["title"])}</div>'
         parts.append(f'<div class="panel" style="{place}">{title}{body}</div>')
     when = f"{draw.clock(span.start)} to {draw.clock(span.end)} UTC"

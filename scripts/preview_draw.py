@@ -86,7 +86,13 @@ def overridden(panel: dict[str, Any], name: str) -> dict[str, Any]:
     return config
 
 
-def body(panel: dict[str, Any], results: Results, box: Box, span: tuple[float, float]) -> str:
+def body(
+    panel: dict[str, Any],
+    results: Results,
+    box: Box,
+    span: tuple[float, float],
+    marks: list[float],
+) -> str:
     """The inside of a panel below its title."""
     if not any(result for _, result in results):
         empty = panel["fieldConfig"]["defaults"]["noValue"]
@@ -102,7 +108,7 @@ def body(panel: dict[str, Any], results: Results, box: Box, span: tuple[float, f
         return _timeline(panel, results, box, span)
     if kind == "heatmap":
         return _heatmap(results, box, span)
-    return _series(panel, results, box, span)
+    return _series(panel, results, box, span, marks)
 
 
 def _tiles(values: list[tuple[str, str, str]], box: Box) -> str:
@@ -208,7 +214,13 @@ def _axis(box: Box, span: tuple[float, float], left: float, bottom: float) -> st
     return "".join(parts)
 
 
-def _series(panel: dict[str, Any], results: Results, box: Box, span: tuple[float, float]) -> str:
+def _series(
+    panel: dict[str, Any],
+    results: Results,
+    box: Box,
+    span: tuple[float, float],
+    marks: list[float],
+) -> str:
     series = _names(results)
     series = [(n, p) for n, p in series if any(v for _, v in p)] or series[:1]
     right = {n for n, _ in series if overridden(panel, n).get("custom.axisPlacement") == "right"}
@@ -231,6 +243,10 @@ def _series(panel: dict[str, Any], results: Results, box: Box, span: tuple[float
                      f'stroke="#26292e"/><text x="{left - 6}" y="{y + 4:.0f}" '
                      f'text-anchor="end">{shown}</text>')  # fmt: skip
     scale = (box.width - left - 12) / (span[1] - span[0])
+    for mark in marks:
+        x = left + (mark - span[0]) * scale
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" '
+                     'stroke="#D55E00" stroke-dasharray="3 3"/>')  # fmt: skip
     for name, points in series:
         high = tops[name in right]
         if bars:

@@ -75,8 +75,8 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
         )),
         (3, 5, stat_panel(
             "Wrong in",
-            "Comparisons (tensors, for the fingerprint check) in which it was wrong, by check, over "
-            "all runs chosen.",
+            "Comparisons (tensors, for the fingerprint check) in which it was wrong, by check, "
+            "over all runs chosen.",
             Query(bad, "{{check}}", kind="instant"),
             show=Show(unit="none", decimals=0, steps=EVENTS, empty="0"),
         )),
@@ -118,7 +118,8 @@ def _evidence(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     found = select(VERDICTS, run_scope, outcome=answers.FINDINGS)
     verdicts = series_panel(
         "Findings of the runs chosen",
-        "Everything the checks of these runs found, whoever it was about; shows whether this GPU was alone.",
+        "Everything the checks of these runs found, whoever it was about; shows whether this GPU "
+        "was alone.",
         Query(grown(found, run_scope, INTERVAL, "check", "outcome"), "{{check}}: {{outcome}}"),
         show=Show(unit="none", decimals=0, steps=NEUTRAL, empty="✔ nothing found"),
         bars=True,

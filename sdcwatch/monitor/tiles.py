@@ -107,14 +107,15 @@ def suspects_table(
         Column(source="check", name="Check", width=100),
         Column(source="Value #B", name="Wrong in", unit="none", width=80),
         Column(source="Value #C", name="of", unit="none", width=60),
-        Column(source="Value #D", name="Last step", unit="none", width=85),
+        Column(source="Value #D", name="Last finding", unit="none", width=100),
         Column(source="Value #E", name="Strikes", unit="none", width=75),
     )
     chosen = columns if with_run else tuple(c for c in columns if c.name != "run")
     return table_panel(
         title,
         "Ranks named by a check: wrong in n of m comparisons (tensors, for the fingerprint check). "
-        "A row here means: take this rank out of the job and follow the runbook.",
+        "A row means: take this rank out of the job and follow the runbook. Last finding is the "
+        "step at which the check last found anything in this run.",
         tuple(Query(q, kind="table") for q in queries),
         chosen,
         empty="✔ nobody is suspect",

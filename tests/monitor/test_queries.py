@@ -21,8 +21,8 @@ DEVICE = ("UUID", "Hostname", "gpu")
 HUMAN = {
     'sdcwatch_rank_state{state="confirmed"}': "only a person sets it, through the ledger",
     'sdcwatch_rank_state{state="dismissed"}': "only a person sets it, through the ledger",
-    'sdcwatch_rank_state{state="confirmed",gpu=~".+"}': "only a person sets it",
-    'sdcwatch_rank_state{state="dismissed",gpu=~".+"}': "only a person sets it",
+    'sdcwatch_rank_state{gpu=~".+",state="confirmed"}': "only a person sets it",
+    'sdcwatch_rank_state{gpu=~".+",state="dismissed"}': "only a person sets it",
 }
 
 
