@@ -20,6 +20,7 @@ from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.hook import released_screen
 from sdcwatch.guard.stepper import unwrap
+from sdcwatch.sinks.wandb_run import active_run_id
 
 
 def bare_module(model: torch.nn.Module) -> torch.nn.Module:
@@ -115,8 +116,9 @@ def make_run_dir(config: GuardConfig, run: str) -> Path:
 
 
 def run_name(config: GuardConfig, environment: LauncherEnvironment) -> str:
-    """Name of the run: configured, else the launcher's, else the start time."""
-    return config.run or environment.run or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime())
+    """Name of the run: configured, else the launcher's, else the W&B run's, else the start time."""
+    known = config.run or environment.run or active_run_id()
+    return known or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime())
 
 
 def agree_on_run(exchange: Exchange, name: str) -> str:
