@@ -36,6 +36,17 @@ ACTIVATION = Fault(
     steps=(BAD_STEP, 99),
     persistence="sticky",
 )
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number of its own in its groups, and steps inside its own step."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.05),
     "SGD momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
@@ -51,6 +62,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adadelta": functools.partial(torch.optim.Adadelta, lr=0.1),
     "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
     "Rprop": functools.partial(torch.optim.Rprop, lr=0.01),
+    "a number in its groups": functools.partial(Counting, lr=0.05),
     "ASGD": functools.partial(torch.optim.ASGD, lr=0.01, t0=1.0),
 }
 if hasattr(torch.optim, "Adafactor"):
