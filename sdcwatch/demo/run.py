@@ -90,6 +90,7 @@ def run_demo(settings: DemoSettings, plan: FaultPlan, console: Console) -> int:
                 return graded
         finally:
             launch.stop()
+            _withdraw(settings)
         failed = stopped is None and launch.exit_code != 0
         graded = _close(settings, plan, console, partial=stopped is not None or failed)
     if stopped is not None:
@@ -99,6 +100,12 @@ def run_demo(settings: DemoSettings, plan: FaultPlan, console: Console) -> int:
         _tell_failure(launch, settings, console)
         return 1
     return graded
+
+
+def _withdraw(settings: DemoSettings) -> None:
+    """Take back what a rank announced to Prometheus and, killed, could not take back itself."""
+    for entry in settings.file_sd_dir.glob("*.json"):
+        entry.unlink(missing_ok=True)
 
 
 def _close(settings: DemoSettings, plan: FaultPlan, console: Console, *, partial: bool) -> int:
