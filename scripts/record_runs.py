@@ -10,8 +10,8 @@ Prometheus. Rerun a recording when a metric changes its name; the demo takes a f
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gzip
+import json
 import os
 import re
 import signal
@@ -28,6 +28,7 @@ from pathlib import Path
 RECORDINGS = Path(__file__).parents[1] / "tests" / "monitor" / "recordings"
 INTERVAL_SECONDS = 2.0
 JOB = "sdcwatch"
+KILLED_RANK = 2
 SAMPLE = re.compile(r"^(?P<name>sdcwatch_\w+)\{(?P<labels>.*)\} (?P<value>\S+)$")
 
 NONDETERMINISTIC = """\
@@ -71,7 +72,7 @@ class Scenario:
         arguments: Of ``sdcwatch demo``.
         plan: A fault plan, or empty.
         environment: Variables set for it.
-        kill_after_step: Kill the process of rank 2 once this step has been scraped.
+        kill_after_step: Kill the process of `KILLED_RANK` once this step was scraped.
     """
 
     arguments: tuple[str, ...] = ()
@@ -116,7 +117,9 @@ def samples(text: str, instance: str, now: float) -> Iterator[tuple[str, str]]:
             yield series, f"{series} {found['value']} {now:.3f}"
 
 
-def record(url: str, process: subprocess.Popen[bytes], scenario: Scenario) -> list[str]:
+def record(
+    url: str, process: subprocess.Popen[bytes], scenario: Scenario, run_dir: Path
+) -> list[str]:
     """Scrape until the process has ended; lines in the order of time."""
     lines: list[str] = []
     instance = url.split("/")[2]
@@ -130,30 +133,19 @@ def record(url: str, process: subprocess.Popen[bytes], scenario: Scenario) -> li
         if scenario.kill_after_step is not None and text and not killed:
             step = re.search(r"^sdcwatch_step\{.*\} (\S+)$", text, re.MULTILINE)
             if step and float(step[1]) >= scenario.kill_after_step:
-                killed = kill_rank(process.pid, 2)
+                killed = kill_rank(run_dir, KILLED_RANK)
         if ended:
             return lines
         time.sleep(INTERVAL_SECONDS)
 
 
-def kill_rank(root: int, rank: int) -> bool:
-    """Kill the process among the descendants of `root` that is this rank."""
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            environment = (folder / "environ").read_bytes().split(b"\0")
-            if f"RANK={rank}".encode() in environment and descends(int(folder.name), root):
-                os.kill(int(folder.name), signal.SIGKILL)
-                return True
-    return False
-
-
-def descends(pid: int, root: int) -> bool:
-    """Whether `pid` is a child of `root`, or of a child of it."""
-    while pid > 1:
-        if pid == root:
+def kill_rank(run_dir: Path, rank: int) -> bool:
+    """Kill the process of a rank, which the start record of the run names."""
+    for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["kind"] == "start":
+            os.kill(record["ranks"][rank]["pid"], signal.SIGKILL)
             return True
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        pid = int(status.rpartition(")")[2].split()[1])
     return False
 
 
@@ -174,7 +166,8 @@ def run(name: str, scenario: Scenario, port: int) -> Path:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **scenario.environment, "OMP_NUM_THREADS": "1"},
             )
-            lines = record(f"http://127.0.0.1:{port}/metrics", process, scenario)
+            url = f"http://127.0.0.1:{port}/metrics"
+            lines = record(url, process, scenario, Path(folder, name))
         sys.stderr.write(Path(folder, "log").read_text(encoding="utf-8", errors="replace")[-1500:])
     return save(name, lines)
 

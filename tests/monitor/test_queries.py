@@ -193,3 +193,44 @@ def test_the_first_lines_of_the_run_page_still_answer_ten_minutes_after_the_end(
         for title in ("Guard", "Mode", "Coverage", "At risk", "Last clean audit", "Overhead"):
             assert ask(title, at), title
         assert ask("Last good checkpoint", at)
+
+
+def _firing(rules: list[dict[str, Any]], name: str, server: Any, at: float) -> list[dict[str, str]]:
+    (rule,) = (r for r in rules if r["alert"] == name)
+    return [result["metric"] for result in server.instant(rule["expr"], at)]
+
+
+@pytest.mark.promtool
+def test_each_recording_shows_what_it_is_named_for(
+    rules: list[dict[str, Any]], recorded: Any
+) -> None:
+    """The committed rules, asked at the end of each recorded run about that run."""
+    runs = recorded.runs
+    assert sorted(runs) == [
+        "default_faults",
+        "nondeterministic",
+        "rank_killed",
+        "sinks_dead",
+        "two_nodes",
+    ]
+
+    def firing(name: str, of: str, later: float = 0.0) -> list[dict[str, str]]:
+        found = _firing(rules, name, recorded, runs[of].end + later)
+        return [labels for labels in found if labels["run"] == runs[of].run]
+
+    suspects = firing("SdcwatchSuspectRank", "default_faults")
+    assert sorted(labels["rank"] for labels in suspects) == ["1", "3", "5"]
+    for name in ("SdcwatchFingerprintDisagreement", "SdcwatchUpdatesSkipped",
+                 "SdcwatchCheckpointWithheld", "SdcwatchNonFiniteReproducible",
+                 "SdcwatchOneOffMismatch"):  # fmt: skip
+        assert firing(name, "default_faults"), name
+    assert firing("SdcwatchNondeterministicModel", "nondeterministic")
+    assert not firing("SdcwatchSuspectRank", "nondeterministic")
+    assert firing("SdcwatchUnattributedMismatch", "two_nodes")
+    assert not firing("SdcwatchSuspectRank", "two_nodes")
+    assert firing("SdcwatchRunVanished", "rank_killed", later=400)
+    assert not firing("SdcwatchRunVanished", "default_faults", later=400)
+    assert firing("SdcwatchTelemetryDropped", "sinks_dead")
+    assert not firing("SdcwatchTelemetryDropped", "default_faults")
+    for name in ("SdcwatchSuspectRank", "SdcwatchUnattributedMismatch", "SdcwatchUpdatesSkipped"):
+        assert not firing(name, "sinks_dead")
