@@ -99,13 +99,13 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
 
 def _evidence(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     grid.row(101, "Evidence")
-    grid.line(7, (10, 24, suspects_table(
+    grid.line(5, (10, 24, suspects_table(
         "Evidence by run and check", scope, config, with_run=True, to_suspect=False,
     )))  # fmt: skip
     who = ("rank", "node", "gpu")
     legend = "{{run}} · rank {{rank}} · {{gpu}}"
     grid.line(
-        7,
+        5,
         (11, 24, timeline_panel(
             "States over time",
             "When it became suspect in each run, and what a person decided.",

@@ -78,7 +78,7 @@ def suspects_table(
     who = (*answers.WHO, "instance_id")
     on = ", ".join((*scope.by, *who))
     strikes = answers.strikes(scope, *who)
-    queries = (
+    queries: tuple[str, ...] = (
         answers.beside_evidence(scope, answers.rank_code(scope, *who, held=True), on, *who),
         answers.evidence(scope, "bad", *who),
         answers.evidence(scope, "total", *who),
@@ -93,7 +93,7 @@ def suspects_table(
         "var-run=${__data.fields.run}&var-gpu=${__data.fields.GPU}",
     )
     run = dashboard_link(config, "run", "var-run=${__data.fields.run}")
-    columns = (
+    columns: tuple[Column, ...] = (
         Column(source="Value #A", name="State", looks=STATES_BY_CODE, width=120),
         Column(source="run", name="run", link=(run, "Open the run")),
         Column(source="rank", name="Rank", width=60),
@@ -110,13 +110,15 @@ def suspects_table(
         Column(source="Value #D", name="Last finding", unit="none", width=100),
         Column(source="Value #E", name="Strikes", unit="none", width=75),
     )
-    chosen = columns if with_run else tuple(c for c in columns if c.name != "run")
+    if not with_run:  # half the width: what is wrong now; strikes are history
+        queries = queries[:-1]
+        columns = tuple(c for c in columns if c.name not in ("run", "Strikes"))
     return table_panel(
         title,
         "Ranks named by a check: wrong in n of m comparisons (tensors, for the fingerprint check). "
         "A row means: take this rank out of the job and follow the runbook. Last finding is the "
         "step at which the check last found anything in this run.",
         tuple(Query(q, kind="table") for q in queries),
-        chosen,
+        columns,
         empty="✔ nobody is suspect",
     )
