@@ -127,7 +127,8 @@ class Guard(JoinableGuard):
         step = self._steps.step
         self._parts.reporter.flush()
         agree(self._parts.exchange, Operation.SAVE, step)
-        if self._replicas.tainted is None and self._replicas.passed_at != step:
+        if self._replicas.tainted is None:
+            # Also where they were compared after the update: what is saved is what was compared.
             self._replicas.check(step, saving=True)
         return self._parts.checkpoints.carry_out(
             step, judge_checkpoint(self._gate_facts(step)), save, on
