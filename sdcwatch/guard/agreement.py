@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from sdcwatch.errors import Desync
 from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.reporter import say
 
 _CODE_BITS = 8
 _STEP_BITS = 48
@@ -57,6 +58,8 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
     bottom = ~complement
     if top >> _CODE_BITS != bottom >> _CODE_BITS:
         rows = exchange.gather(json.dumps(where).encode(), where)
-        raise Desync({rank: json.loads(row) for rank, row in enumerate(rows)})
+        error = Desync({rank: json.loads(row) for rank, row in enumerate(rows)})
+        say(f"sdcwatch: {error}")  # uncaught it ends the process without a word, as SystemExit does
+        raise error
     exchange.position(f"in the training loop after {where}")
     return top & ((1 << _CODE_BITS) - 1)

@@ -20,7 +20,11 @@ import torch
 import torch.distributed as dist
 
 from sdcwatch.errors import ConfigurationError, RankGone
+from sdcwatch.guard.reporter import say
 
+_LEFT = "left: "
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 0.5
 NEUTRAL = -(2**63)
 """What a rank that has no word contributes to a MAX: it never wins."""
 
@@ -86,13 +90,15 @@ class RollCall:
     """Finds absent ranks through the store, which works when collectives do not.
 
     Every rank that waits in vain posts ``here``; a watchdog thread on the others answers with what
-    its rank is doing. Who has posted nothing when the window closes is gone.
+    its rank is doing. Who has posted nothing when the window closes is gone. Calls are numbered, so
+    that two of them at a time, for different operations, both get their answers.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, window_seconds: float) -> None:
         self._store, self.rank, self.world_size = store, rank, world_size
         self.window_seconds = window_seconds
         self._position = "starting"
+        self._answered = 0
 
     def position(self, text: str) -> None:
         """Remember what this rank is doing."""
@@ -105,17 +111,12 @@ class RollCall:
         except Exception:  # the store dies with the rank that hosts it
             return
 
-    def answer(self) -> str | None:
-        """Answer a roll-call that another rank has started; called from the watchdog thread.
-
-        Returns:
-            The operation asked for, or None if there is no open roll-call.
-        """
-        if not self._store.check(["call"]):
-            return None
-        where = str(self._store.get("call").decode())
-        self._store.set(f"elsewhere/{where}/{self.rank}", self._position)
-        return where
+    def answer(self) -> None:
+        """Answer roll-calls of other ranks; called from the watchdog thread."""
+        number = self._store.add("calls", 0)
+        if number > self._answered:
+            self._store.set(f"alive/{self.rank}", f"{number} {self._position}")
+            self._answered = number
 
     def call(self, where: str) -> tuple[tuple[int, ...], dict[int, str], str]:
         """Post ``here`` and wait for the others.
@@ -126,30 +127,35 @@ class RollCall:
             nothing of anybody.
         """
         missing: set[int] = set()
+        known: dict[int, str] = {}
         try:
-            self._store.set("call", where)
             self._store.set(f"here/{where}/{self.rank}", "1")
-            missing = set(range(self.world_size)) - {self.rank}
+            number = self._store.add("calls", 1)
             end = time.monotonic() + self.window_seconds
-            while self._awaited(missing, where) and time.monotonic() < end:
-                time.sleep(0.05)
-            return tuple(sorted(missing)), self._known(missing, where), ""
+            others = set(range(self.world_size)) - {self.rank}
+            while True:
+                missing = {r for r in others if not self._store.check([f"here/{where}/{r}"])}
+                known = self._known(missing, number)
+                gone = all(known.get(r, "").startswith(_LEFT) for r in missing)
+                if gone or time.monotonic() > end:
+                    break
+                self.answer()
+                time.sleep(_POLL_SECONDS)
+            time.sleep(_GRACE_SECONDS)  # the others read too, and this rank may host the store
+            return tuple(sorted(missing)), known, ""
         except Exception as error:  # every store raises its own type
-            return tuple(sorted(missing)), {}, f"{type(error).__name__}: {error}".splitlines()[0]
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            return tuple(sorted(missing)), known, problem
 
-    def _awaited(self, missing: set[int], where: str) -> bool:
-        """Take those that have answered out of `missing`; whether another may still answer."""
-        missing -= {r for r in missing if self._store.check([f"here/{where}/{r}"])}
-        return any(not self._store.check([f"left/{r}"]) for r in missing)
-
-    def _known(self, missing: set[int], where: str) -> dict[int, str]:
+    def _known(self, missing: set[int], call: int) -> dict[int, str]:
         known = {}
         for rank in sorted(missing):
-            keys = ((f"left/{rank}", "left: "), (f"elsewhere/{where}/{rank}", "is alive, "))
-            for key, words in keys:
-                if self._store.check([key]):
-                    known[rank] = words + self._store.get(key).decode()
-                    break
+            if self._store.check([f"left/{rank}"]):
+                known[rank] = _LEFT + self._store.get(f"left/{rank}").decode()
+            elif self._store.check([f"alive/{rank}"]):
+                number, _, text = self._store.get(f"alive/{rank}").decode().partition(" ")
+                if int(number) >= call:  # an older answer may be that of a rank which died since
+                    known[rank] = f"is alive, {text}"
         return known
 
 
@@ -164,6 +170,7 @@ class GlooExchange:
 
     Raises:
         ConfigurationError: No process group is initialised.
+        RankGone: A rank did not come within the deadline.
     """
 
     def __init__(
@@ -179,16 +186,30 @@ class GlooExchange:
         self.rank = dist.get_rank(parent)
         self.world_size = dist.get_world_size(parent)
         self._store = store = _own_store(parent)
+        self._deadline = deadline_seconds
+        self.on_absent = on_absent
+        self.rolls = RollCall(store, self.rank, self.world_size, deadline_seconds + 1.0)
+        self._await_everyone()
         # Made directly rather than by new_group, which every rank of the job would have to call,
         # and whose counters must agree on all of them. The hard timeout is far above the soft
         # deadline: it would destroy the group.
         hard = timedelta(seconds=max(1800.0, 20 * deadline_seconds))
         self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, hard)
-        self._deadline = deadline_seconds
         self._device_group = parent if device is not None and device.type == "cuda" else None
         self._device = device
-        self.on_absent = on_absent
-        self.rolls = RollCall(store, self.rank, self.world_size, deadline_seconds + 1.0)
+
+    def _await_everyone(self) -> None:
+        """Meet in the store first: making a group waits for its hard timeout."""
+        started = time.monotonic()
+        try:
+            self._store.add("started", 1)
+            while self._store.add("started", 0) < self.world_size:
+                if time.monotonic() - started > self._deadline:
+                    msg = "not every rank has come"
+                    raise TimeoutError(msg)
+                time.sleep(_POLL_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            self._gone("sdcwatch.init", error, time.monotonic() - started)
 
     def max_words(
         self, words: Sequence[int], where: str, *, deadline_seconds: float | None = None
@@ -250,13 +271,16 @@ class GlooExchange:
         except RuntimeError as error:
             self._gone(where, error, time.monotonic() - started)
 
-    def _gone(self, where: str, error: RuntimeError, waited: float) -> None:
+    def _gone(self, where: str, error: Exception, waited: float) -> None:
         absent, known, store_error = self.rolls.call(where)
         if self.on_absent is not None:
             self.on_absent(where, absent, known, waited)
         said = [what_is_known(absent, known, store_error)]
         said.append(f"waited {waited:.1f} s: {str(error).splitlines()[0][:120]}")
-        raise RankGone(absent, "; ".join(said), where) from error
+        gone = RankGone(absent, "; ".join(said), where)
+        if self.on_absent is None:  # during init: nobody has said it yet
+            say(f"sdcwatch: {gone}")
+        raise gone from error
 
     def mark_joined(self) -> None:
         """See `Exchange.mark_joined`."""

@@ -39,6 +39,7 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.summary import Fold
+from sdcwatch.core.wording import list_ranks
 
 PROGRESS_SECONDS = 1.0
 
@@ -300,6 +301,12 @@ def _finish_line(f: RunFinished) -> str:
     return f"sdcwatch: step {f.step}: {f.state.value}: {f.reason}"
 
 
+def _hang_line(h: Hang) -> str:
+    known = [f"rank {rank} {text}" if rank.isdigit() else text for rank, text in h.left.items()]
+    said = ": " + "; ".join(known) if known else ""
+    return f"sdcwatch: step {h.step}: {list_ranks(h.absent)} absent at {h.where}{said}"
+
+
 _LINES: dict[type[Record], Callable[..., str]] = {
     Verdict: _verdict_line,
     CheckpointEvent: _checkpoint_line,
@@ -307,7 +314,7 @@ _LINES: dict[type[Record], Callable[..., str]] = {
     UpdateSkipped: lambda s: f"sdcwatch: step {s.step}: update skipped ({s.reason.value})",
     StateChanged: lambda s: f"sdcwatch: step {s.step}: {s.state.value}: {s.reason}",
     Note: lambda n: f"sdcwatch: step {n.step}: {n.message}",
-    Hang: lambda h: f"sdcwatch: step {h.step}: rank {list(h.absent)} absent at {h.where}",
+    Hang: _hang_line,
     PreflightDone: lambda p: f"sdcwatch: step {p.step}: coverage {p.coverage.value}: {p.reason}",
 }
 

@@ -45,6 +45,7 @@ class Watchdog:
         self._since: float | None = None
         self._step = 0
         self._reported = 0
+        self._found: tuple[Hang, str] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sdcwatch-watchdog", daemon=True)
         self._thread.start()
@@ -66,10 +67,9 @@ class Watchdog:
         while not self._stop.wait(self._poll_seconds):
             since, step = self._since, self._step
             try:
+                self._rolls.answer()
                 if since is not None and time.monotonic() - since > self._hang_seconds:
                     self._hang(step, since)
-                else:
-                    self._rolls.answer()
             except Exception:  # the store is gone: the rank that hosts it has ended
                 if since is None:
                     return
@@ -88,20 +88,24 @@ class Watchdog:
         if not isinstance(error, RuntimeError) or not any(w in str(error) for w in _BROKEN):
             return None
         since, step = self._since or time.monotonic(), self._step
-        hang, said = self._roll_call(step, since)
+        if self._found is None or self._found[0].step != step:
+            self._found = self._roll_call(step, since)
+            if self._found[0].left or self._found[0].absent:
+                self._report(self._found[0])
+        hang, said = self._found
         if not hang.left and not hang.absent:
             return None
-        self._report(hang)
         return RankGone(hang.absent, said, hang.where)
 
     def _hang(self, step: int, since: float) -> None:
         if self._reported == step:
             return
         self._reported = step
-        hang, _ = self._roll_call(step, since)
+        found = self._roll_call(step, since)
         if self._since != since:  # it went on meanwhile: slow, not hung
             return
-        self._report(hang)
+        self._found = found
+        self._report(found[0])
         if self._leave:
             os._exit(EXIT_HANG)
 

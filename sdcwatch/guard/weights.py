@@ -26,6 +26,7 @@ from sdcwatch.core.majority import FingerprintJudgement, judge_fingerprints
 from sdcwatch.core.records import Disagreement
 from sdcwatch.errors import SchemaMismatch
 from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.reporter import say
 
 Named = Sequence[tuple[str, torch.Tensor]]
 DESCRIBED = 10
@@ -136,7 +137,9 @@ def require_same_schema(exchange: Exchange, named: Named) -> None:
     if top == ~bottom:
         return
     rows = [json.loads(r) for r in exchange.gather(encoded, "the comparison of model schemas")]
-    raise SchemaMismatch(schema_differences(rows))
+    error = SchemaMismatch(schema_differences(rows))
+    say(f"sdcwatch: {error}")  # uncaught it ends the process without a word, as SystemExit does
+    raise error
 
 
 def schema_differences(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:

@@ -185,7 +185,8 @@ def saved_instead_of_updated(rank: Rank) -> None:
 def other_parameters(rank: Rank) -> None:
     """DDP compares what it reduces; what it was told to ignore, nobody compares."""
     if rank.is_victim:
-        rank.net.register_parameter("extra", nn.Parameter(torch.zeros(2)))
+        frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        rank.net.register_parameter("extra", frozen)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(rank.net, ["extra"])
     rank.mark()
     rank.train()

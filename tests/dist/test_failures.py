@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +12,19 @@ from typing import Any
 
 import pytest
 
-from sdcwatch.core.records import Hang, Record, Verdict
+from sdcwatch.core.records import Hang, Record, RunFinished, Verdict
+from sdcwatch.errors import (
+    EXIT_CODES,
+    EXIT_CORRUPTION,
+    EXIT_DESYNC,
+    EXIT_HANG,
+    EXIT_RANK_GONE,
+    EXIT_SCHEMA,
+)
 from sdcwatch.sinks.jsonl import read_records
 from sdcwatch.testing import fork_server, free_port
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]  # on a loaded machine a start takes long
 
 SCRIPT = Path(__file__).parent / "rank_script.py"
 WORLD, VICTIM, OTHERS = 3, 1, (0, 2)
@@ -82,5 +92,146 @@ def play(scenario: str, run_dir: Path, *, wait_for: tuple[int, ...] = (0, 1, 2))
     )
 
 
-def absent_in(hang: Hang) -> tuple[tuple[int, ...], str]:
-    return hang.absent, " ".join(hang.left.values())
+def hangs(ended: Ended) -> list[tuple[int, tuple[int, ...]]]:
+    """Who reported, and who was absent."""
+    return [(hang.reporter, hang.absent) for hang in ended.of(Hang)]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "code", "says"),
+    [
+        ("killed", -9, ""),
+        ("left_the_process", 0, "left: the run ended after step 2"),
+        ("raised", 1, "left: the run ended with ValueError after step 2"),
+    ],
+)
+def test_a_rank_that_is_gone_is_named_by_those_whose_collective_broke(
+    tmp_path: Path, scenario: str, code: int, says: str
+) -> None:
+    ended = play(scenario, tmp_path)
+    assert ended.codes == [EXIT_RANK_GONE, code, EXIT_RANK_GONE]
+    assert (0, (VICTIM,)) in hangs(ended)
+    assert {absent for _, absent in hangs(ended)} <= {(VICTIM,), ()}  # () once the store has gone
+    assert says in ended.of(Hang)[0].left.get(str(VICTIM), "")
+    assert "rank 1 absent at the backward of step 3" in ended.stderr[0]
+    assert ended.blamed == []
+    assert ended.seconds < 5 * BUDGET_SECONDS
+
+
+def test_the_death_of_the_rank_that_hosts_the_store_is_told_as_such(tmp_path: Path) -> None:
+    ended = play("host_killed", tmp_path)
+    assert ended.codes == [-9, EXIT_RANK_GONE, EXIT_RANK_GONE]
+    assert {absent for _, absent in hangs(ended)} <= {(), (0,)}
+    assert all("0" in hang.left or "store" in hang.left for hang in ended.of(Hang))
+    assert ended.seconds < 5 * BUDGET_SECONDS
+
+
+def test_a_rank_that_stalls_is_named_and_the_run_goes_on_when_it_does(tmp_path: Path) -> None:
+    ended = play("stalled", tmp_path)
+    assert ended.codes == [0, 0, 0]
+    assert hangs(ended)
+    assert {absent for _, absent in hangs(ended)} == {(VICTIM,)}
+    assert "is alive, in the training loop after the" in ended.of(Hang)[0].left[str(VICTIM)]
+    assert ended.of(Verdict) == []
+    assert [f.step for f in ended.of(RunFinished)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "says"),
+    [
+        ("stalled_and_others_leave", "is alive, in the training loop after the"),
+        ("left_the_loop", "left: the run ended after step 2"),
+    ],
+)
+def test_ranks_that_hang_in_a_collective_of_ddp_leave_with_a_code_if_told_to(
+    tmp_path: Path, scenario: str, says: str
+) -> None:
+    ended = play(scenario, tmp_path, wait_for=OTHERS)
+    assert ended.codes == [EXIT_HANG, None, EXIT_HANG]
+    assert {absent for _, absent in hangs(ended)} == {(VICTIM,)}
+    assert says in ended.of(Hang)[0].left[str(VICTIM)]
+    assert ended.seconds < 5 * BUDGET_SECONDS
+
+
+def test_a_rank_that_never_calls_init_is_named(tmp_path: Path) -> None:
+    ended = play("never_started", tmp_path, wait_for=OTHERS)
+    assert ended.codes == [EXIT_RANK_GONE, None, EXIT_RANK_GONE]
+    for rank in OTHERS:
+        assert (
+            "rank at sdcwatch.init, but rank 1 did not answer: rank 1 gave no sign of life"
+            in (ended.stderr[rank])
+        )
+    assert ended.seconds < 5 * BUDGET_SECONDS
+
+
+def test_save_checkpoint_on_one_rank_only_ends_with_the_names_of_the_others(
+    tmp_path: Path,
+) -> None:
+    ended = play("saved_on_one_rank", tmp_path)
+    assert ended.codes[0] == EXIT_RANK_GONE
+    assert all(code in (EXIT_RANK_GONE, 1) for code in ended.codes)
+    (hang,) = [h for h in ended.of(Hang) if h.reporter == 0]
+    assert (hang.where, hang.absent) == ("save_checkpoint of step 2", (1, 2))
+    assert all("is alive, in step 3" in text for text in hang.left.values())
+    assert ended.seconds < 5 * BUDGET_SECONDS
+
+
+def test_a_rank_that_comes_late_to_save_checkpoint_is_named(tmp_path: Path) -> None:
+    ended = play("saved_late", tmp_path, wait_for=OTHERS)
+    assert ended.codes == [EXIT_RANK_GONE, None, EXIT_RANK_GONE]
+    assert {h.where for h in ended.of(Hang)} == {"save_checkpoint of step 2"}
+    assert (0, (VICTIM,)) in hangs(ended)
+    assert ended.seconds < 5 * BUDGET_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("scenario", "says"),
+    [
+        (
+            "resumed_elsewhere",
+            "rank 0: the end of the backward of step 1, rank 1: the end of the backward of step 8",
+        ),
+        (
+            "saved_instead_of_updated",
+            "rank 0: the weight check of step 2, rank 1: save_checkpoint of step 2",
+        ),
+    ],
+)
+def test_ranks_at_different_places_all_end_knowing_who_is_where(
+    tmp_path: Path, scenario: str, says: str
+) -> None:
+    ended = play(scenario, tmp_path)
+    assert ended.codes == [EXIT_DESYNC] * WORLD
+    assert all(says in text for text in ended.stderr)
+    assert ended.of(Verdict) == []
+
+
+def test_ranks_with_different_models_all_end_with_the_name_of_the_difference(
+    tmp_path: Path,
+) -> None:
+    ended = play("other_parameters", tmp_path)
+    assert ended.codes == [EXIT_SCHEMA] * WORLD
+    difference = "extra: missing on ranks [0, 2], (2,) torch.float32 on ranks [1]"
+    assert all(difference in text for text in ended.stderr)
+    assert ended.records == []
+
+
+def test_ranks_whose_weights_differ_all_end_with_the_code_of_a_finding(tmp_path: Path) -> None:
+    ended = play("corrupted", tmp_path)
+    assert ended.codes == [EXIT_CORRUPTION] * WORLD
+    assert [[s.rank for s in verdict.suspects] for verdict in ended.blamed] == [[VICTIM]]
+    assert [f.exit_code for f in ended.of(RunFinished)] == [EXIT_CORRUPTION]
+
+
+RAISE = """
+from sdcwatch.core.records import Check, Outcome, Verdict
+from sdcwatch.errors import CorruptionDetected, Desync, RankGone, SchemaMismatch
+verdict = Verdict(step=1, time=0, check=Check.REPLAY, outcome=Outcome.SUSPECT, reason="")
+raise {80: CorruptionDetected(verdict), 81: SchemaMismatch([]), 82: Desync({}),
+       83: RankGone((1,), "", "")}[%d]
+"""
+
+
+@pytest.mark.parametrize("code", sorted(set(EXIT_CODES) - {EXIT_HANG}))
+def test_an_uncaught_error_ends_the_interpreter_with_its_documented_code(code: int) -> None:
+    assert subprocess.run([sys.executable, "-c", RAISE % code], timeout=50).returncode == code
