@@ -37,8 +37,9 @@ format: $(VENV)/.dev
 stack-up:
 	$(COMPOSE) up --build --detach
 
+# compose interpolates the whole file for `down` too, which needs no password
 stack-down:
-	$(COMPOSE) down
+	GRAFANA_ADMIN_PASSWORD=$${GRAFANA_ADMIN_PASSWORD:-unused} $(COMPOSE) down
 
 clean:
 	rm -rf $(VENV)

@@ -158,7 +158,7 @@ class Steps:
             window.decision = self._nonfinite(window, own)
         if window.decision.verdict is None:
             reporter.passed(Check.NONFINITE)
-            # What an investigation has used up cannot be audited too: the next step makes up for it.
+            # What an investigation has used up cannot be audited; the next step makes up for it.
             if agreed != Code.SEEN and self._wants_audit(window.step):
                 window.decision = self._replay(window, recorded=agreed == Code.CLEAN)
         self._carry_out(window.decision)
