@@ -162,9 +162,7 @@ def test_an_interval_that_is_not_positive(bench: Bench, name: str, value: object
         ("telemetry", "on"),
     ],
 )
-def test_an_option_with_a_value_that_does_not_exist(
-    bench: Bench, name: str, value: object
-) -> None:
+def test_an_option_with_a_value_that_does_not_exist(bench: Bench, name: str, value: object) -> None:
     bench.options[name] = value
     assert f"`{name}`" in bench.refused()
 
