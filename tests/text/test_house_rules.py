@@ -75,8 +75,6 @@ def test_no_module_is_longer_than_400_lines() -> None:
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
         for path in ROOT.glob("sdcwatch/**/*.py")
     }
-
-    # The vocabulary: enums and records that exist only together, almost all of it documentation.
     assert {name for name, n in lengths.items() if n > 400} == set()
 
 
