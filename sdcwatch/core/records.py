@@ -69,7 +69,7 @@ class Suspect:
         total: Comparisons (or tensors) it took part in.
         partners: Ranks it was compared with.
         arbiters: Ranks that recomputed and settled it.
-        reproduced: It was wrong again when asked twice more; None if not asked.
+        reproduced: It was wrong again when asked again; None if not asked.
         first_step: First step of this run at which it was named.
         last_step: Last step at which it was named.
         tensors: Names of tensors in which it differed, at most ten.

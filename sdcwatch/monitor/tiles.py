@@ -107,7 +107,7 @@ def suspects_table(
         Column(source="check", name="Check", width=100),
         Column(source="Value #B", name="Wrong in", unit="none", width=80),
         Column(source="Value #C", name="of", unit="none", width=60),
-        Column(source="Value #D", name="Last finding", unit="none", width=100),
+        Column(source="Value #D", name="Check last fired", unit="none", width=130),
         Column(source="Value #E", name="Strikes", unit="none", width=75),
     )
     if not with_run:  # half the width: what is wrong now; strikes are history
@@ -116,8 +116,8 @@ def suspects_table(
     return table_panel(
         title,
         "Ranks named by a check: wrong in n of m comparisons (tensors, for the fingerprint check). "
-        "A row means: take this rank out of the job and follow the runbook. Last finding is the "
-        "step at which the check last found anything in this run.",
+        "A row means: take this rank out of the job and follow the runbook. Check last fired is "
+        "the step at which the check last found anything in this run, on any rank.",
         tuple(Query(q, kind="table") for q in queries),
         columns,
         empty="✔ nobody is suspect",

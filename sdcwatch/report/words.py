@@ -147,8 +147,8 @@ def _again(suspect: Suspect) -> str:
     if suspect.reproduced is None:
         return ""
     if suspect.reproduced:
-        return " Wrong again when asked twice more."
-    return " Right when asked twice more."
+        return " Wrong every time it was asked again."
+    return " Right when it was asked again."
 
 
 def who(verdict: Verdict) -> str:
