@@ -51,7 +51,8 @@ class TelemetryConfig:
         wandb_init: Keyword arguments for `wandb.init` if there is none; None never calls it.
         logs: Send each non-pass verdict as an OpenTelemetry log record too (experimental).
         queue_size: Records that may wait; more are dropped and counted.
-        close_seconds: Budget of `close()` for each sink, in seconds.
+        close_seconds: Budget of `close()` for all sinks together, in seconds; they close side by
+            side.
         linger_seconds: How long /metrics stays up after the run, so that a scrape sees the end.
         dashboard_url: URL of the Grafana Run dashboard, for links.
     """
@@ -96,7 +97,8 @@ class GuardConfig:
         checkpoint_every: Steps at which checkpoints are due: made audit steps ahead of time.
         max_audit_age: Largest age in steps of the last clean audit at which a checkpoint is saved;
             default `audit_every`, and 0 on `checkpoint_every` steps.
-        mode: "enforce", or "observe": report and change nothing.
+        mode: "enforce", or "observe": report, leave every update as it is and never stop;
+            `save_checkpoint` withholds in both.
         on_failure: "skip" the update, or "stop" all ranks.
         max_consecutive_skips: After that many skips in a row "skip" becomes "stop".
         start_step: Last step already done, on resume; the next one is `start_step + 1`.
@@ -109,7 +111,8 @@ class GuardConfig:
             between replicas by design.
         preflight_micro_batches: Micro-batches recomputed before arming.
         deadline_seconds: Soft deadline of the guard's own collectives.
-        hang_seconds: How long a step may sit in DDP's collectives before the roll-call.
+        hang_seconds: Time that the forward of `loss_fn` or a backward may take before the
+            roll-call.
         on_hang: "report", or "exit" with code 84 after the roll-call.
         node: Name of this rank's node; default `SDCWATCH_NODE`, else the host name.
         instance_id: What a replacement request names; default `SDCWATCH_INSTANCE_ID`, else the
@@ -203,6 +206,19 @@ _INTEGERS = frozenset(
         "start_step",
     )
 )
+_KERNEL_VARIABLES = (
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_CORETYPE",
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_COMPILE_DISABLE",
+    "TORCH_CUDNN_V8_API_DISABLED",
+)
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -234,6 +250,7 @@ class LauncherEnvironment:
         otlp_logs_endpoint: The same for log records.
         otel_disabled: Whether OTEL_SDK_DISABLED is true.
         cublas_workspace: CUBLAS_WORKSPACE_CONFIG, or None.
+        kernel_variables: Other variables that decide which kernels run, those that are set.
     """
 
     run: str | None
@@ -243,6 +260,7 @@ class LauncherEnvironment:
     otel_disabled: bool
     cublas_workspace: str | None
     otlp_logs_endpoint: bool = False
+    kernel_variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def _pushes(signal: str) -> bool:
@@ -265,4 +283,5 @@ def launcher_environment() -> LauncherEnvironment:
         otlp_logs_endpoint=_pushes("LOGS"),
         otel_disabled=env.get("OTEL_SDK_DISABLED", "").lower() == "true",
         cublas_workspace=env.get("CUBLAS_WORKSPACE_CONFIG"),
+        kernel_variables={name: env[name] for name in _KERNEL_VARIABLES if name in env},
     )

@@ -13,10 +13,10 @@ from __future__ import annotations
 import platform
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
 import torch
@@ -127,8 +127,43 @@ def _silence_warnings(stack: ExitStack) -> None:
     stack.callback(remove)
 
 
+class EagerStance:
+    """Lets compiled code run eagerly, and puts back the stance of the compiler found before.
+
+    Around DDP, torch.compile makes graphs of its own that a replay of the bare module does not
+    share. `apply` and `restore` may each be called again without effect. The compiler, which takes
+    seconds to load, is imported by `apply` only.
+    """
+
+    def __init__(self) -> None:
+        self._undo: ExitStack | None = None
+
+    @property
+    def applied(self) -> bool:
+        """Whether compiled code runs eagerly."""
+        return self._undo is not None
+
+    def apply(self) -> None:
+        """Run compiled code eagerly from here on."""
+        if self._undo is not None:
+            return
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._undo = stack.pop_all()
+
+    def restore(self) -> None:
+        """Put back what `apply` found."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+
 def environment_facts(
-    device: torch.device, *, compiled: bool = False, cublas_workspace: str | None = None
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    cublas_workspace: str | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """What decides which kernels run, as text; ranks with different facts may differ in bits.
 
@@ -136,6 +171,7 @@ def environment_facts(
         device: Device of the module.
         compiled: Whether the module runs through torch.compile.
         cublas_workspace: CUBLAS_WORKSPACE_CONFIG of the process, as the configuration read it.
+        variables: Other variables of the process that decide about kernels; each is a fact.
     """
     facts = {
         "torch": torch.__version__,
@@ -154,7 +190,7 @@ def environment_facts(
     }
     if device.type == "cuda":
         facts |= _cuda_facts(device)
-    return facts
+    return facts | {name.lower(): value for name, value in variables.items()}
 
 
 def _cuda_facts(device: torch.device) -> dict[str, str]:

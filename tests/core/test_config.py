@@ -146,3 +146,19 @@ def test_the_launcher_environment_is_read_only_when_asked(monkeypatch):
     assert launcher_environment().run == "123"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-1")
     assert launcher_environment().run == "job-1"
+
+
+def test_variables_that_decide_about_kernels_are_read_if_they_are_set(monkeypatch):
+    for name in launcher_environment().kernel_variables:
+        monkeypatch.delenv(name)
+    assert launcher_environment().kernel_variables == {}
+    found = {
+        "TORCH_COMPILE_DISABLE": "1",
+        "TORCHDYNAMO_DISABLE": "0",
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "MKL_CBWR": "AVX2",
+    }
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_API_KEY", "never read")
+    assert launcher_environment().kernel_variables == found
