@@ -3,16 +3,18 @@
 | what is non-finite | says |
 |---|---|
 | fewer buckets reduced than the model has | `NOT_REDUCED`: software, names nobody |
-| weights | `WIDESPREAD`, cause weights, nothing replayed |
+| weights, or buffers that a forward reads | `WIDESPREAD`, cause weights, nothing replayed |
 | local gradient or loss, ranks of several domains | `WIDESPREAD`, nothing replayed |
 | local gradient or loss, ranks of one domain | replayed on another domain, see below |
+| reduced gradient on every rank, no local one, every loss scaled | `REPRODUCIBLE`, cause scaling |
 | reduced gradient on every rank, no local one | `UNATTRIBUTED`, cause reduction: no device |
 | reduced gradient on a minority in one domain | `SUSPECT`: the reduction on that rank |
 | reduced gradient on other subsets | `UNATTRIBUTED`, cause reduction |
 
 A replay that is non-finite too makes it `REPRODUCIBLE`: the data or the model, or the loss scale if
-it is finite without. A finite replay makes the flagged rank `SUSPECT`. A replay that failed, or no
-other domain to replay on, leaves it `UNATTRIBUTED`.
+it is finite without. A finite replay makes the flagged rank `SUSPECT`, unless preflight found that
+a replay does not give a step's gradients. A replay that failed, or no other domain to replay on,
+leaves it `UNATTRIBUTED`.
 
 An fp16 overflow usually strikes several domains in the same step. Where the flagged ranks say that
 their loss is scaled, one of them is replayed all the same: finite without the scale on another
@@ -38,7 +40,7 @@ class RankFinite:
         local: In its own gradient, before the reduction.
         reduced: In the reduced gradient.
         loss: In its loss.
-        weights: In its weights.
+        weights: In its weights, or in buffers that its forward reads.
         buckets_reduced: Gradient buckets that DDP reduced in this backward.
         buckets_expected: Gradient buckets of the model.
         loss_scaled: A loss scale was in the gradient that arrived at its loss.
@@ -167,13 +169,23 @@ def _where(seen: _Sight) -> str:
     return said
 
 
-def _judge_replays(seen: _Sight, replays: Mapping[int, ReplayFinite]) -> NonfiniteJudgement:
+def _judge_replays(
+    seen: _Sight, replays: Mapping[int, ReplayFinite], *, trusted: bool
+) -> NonfiniteJudgement:
     """The flagged ranks are on one domain: what did others get from their micro-batches?"""
     flagged, where = seen.flagged, _where(seen)
     named = tuple(r for r in flagged if (p := replays.get(r)) and not p.error and not p.nonfinite)
     if named:
         others = list_ranks(replays[r].replayer for r in named)
         reason = f"{where}, but finite when {others} of another domain computes it"
+        if not trusted:
+            reason += (
+                "; nobody is named, because a replay does not give a step's gradients here, as "
+                "preflight found"
+            )
+            return NonfiniteJudgement(
+                Outcome.UNATTRIBUTED, seen.origin, Cause.UNKNOWN, (), flagged, reason
+            )
         return NonfiniteJudgement(
             Outcome.SUSPECT, seen.origin, Cause.DEVICE, named, flagged, reason
         )
@@ -221,6 +233,11 @@ def _judge_reduction(seen: _Sight, topology: Topology) -> NonfiniteJudgement:
         reason = (
             f"reduction on {list_ranks(reduced)} is not finite, while it is finite on all others"
         )
+    elif len(reduced) == seen.world == len(seen.scaled):
+        reason = "the reduction overflows under the loss scale: every local gradient is finite"
+        return NonfiniteJudgement(
+            Outcome.REPRODUCIBLE, Origin.REDUCED, Cause.SCALING, (), reduced, reason
+        )
     elif len(reduced) == seen.world:
         outcome, named = Outcome.UNATTRIBUTED, ()
         reason = "the reduced gradient is not finite on any rank, while every local one is finite"
@@ -233,7 +250,11 @@ def _judge_reduction(seen: _Sight, topology: Topology) -> NonfiniteJudgement:
 
 
 def judge_nonfinite(
-    facts: Sequence[RankFinite], replays: Mapping[int, ReplayFinite], topology: Topology
+    facts: Sequence[RankFinite],
+    replays: Mapping[int, ReplayFinite],
+    topology: Topology,
+    *,
+    trusted: bool = True,
 ) -> NonfiniteJudgement:
     """Judge one step from what every rank saw, and from the replays that were made.
 
@@ -241,6 +262,8 @@ def judge_nonfinite(
         facts: One per rank, in rank order.
         replays: By producer; those of `plan_nonfinite_replays` that took place.
         topology: Where the ranks are.
+        trusted: A replay gives the same gradients as a step. False where preflight found that it
+            does not: then a finite replay names nobody.
     """
     seen = _sight(facts)
     if seen.short:
@@ -254,14 +277,14 @@ def judge_nonfinite(
             Outcome.NOT_REDUCED, seen.origin, Cause.NONE, (), seen.short, reason
         )
     if seen.weights:
-        reason = f"the weights of {list_ranks(seen.weights)} are not finite"
+        reason = f"weights or buffers of {list_ranks(seen.weights)} are not finite"
         return NonfiniteJudgement(
             Outcome.WIDESPREAD, seen.origin, Cause.WEIGHTS, (), seen.weights, reason
         )
     if seen.flagged:
         if len(_domains_of(seen.flagged, topology)) > 1:
             return _judge_several(seen, replays)
-        return _judge_replays(seen, replays)
+        return _judge_replays(seen, replays, trusted=trusted)
     if seen.reduced:
         return _judge_reduction(seen, topology)
     return NonfiniteJudgement(

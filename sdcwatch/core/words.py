@@ -54,7 +54,7 @@ class Action(str, Enum):
     STOP = "stop"
     """All ranks stop with CorruptionDetected."""
     OBSERVE = "observe"
-    """mode="observe": reported, and nothing else."""
+    """mode="observe": reported; the update is made and nothing stops. Checkpoints are withheld."""
 
 
 class Cause(str, Enum):
@@ -70,9 +70,9 @@ class Cause(str, Enum):
     REDUCTION = "reduction"
     """Local gradients are finite, the reduced ones are not."""
     WEIGHTS = "weights"
-    """The weights themselves are non-finite."""
+    """The weights themselves, or buffers that a forward reads, are non-finite."""
     UNKNOWN = "unknown"
-    """No replay was possible: one node, coverage off, or rate-limited."""
+    """No replay was possible or could be trusted: one node, coverage off, or rate-limited."""
 
 
 class Origin(str, Enum):

@@ -195,3 +195,58 @@ def test_a_replayer_that_is_not_flagged_itself_is_preferred(topology):
     # rank 2's loss is flagged too, on the same step but another domain: widespread unless scaled
     facts = seen(local=(0,), loss=(2,), reduced=EVERY, loss_scaled=(0, 2))
     assert plan_nonfinite_replays(facts, topology("3x2")) == {0: 3}
+
+
+@pytest.mark.parametrize(
+    ("replayed", "outcome", "cause"),
+    [
+        (replay(1, 2, False), Outcome.UNATTRIBUTED, Cause.UNKNOWN),
+        (replay(1, 2, True), Outcome.REPRODUCIBLE, Cause.DATA),
+        (replay(1, 2, True, nonfinite_unscaled=False), Outcome.REPRODUCIBLE, Cause.SCALING),
+        (replay(1, 2, False, error="OOM"), Outcome.UNATTRIBUTED, Cause.UNKNOWN),
+    ],
+)
+def test_a_replay_that_does_not_give_a_steps_gradients_names_nobody(
+    replayed, outcome, cause, topology
+):
+    where, facts = topology("3x2"), seen(local=(1,), reduced=EVERY)
+    judgement = judge_nonfinite(facts, replayed, where, trusted=False)
+    assert (judgement.outcome, judgement.cause, judgement.named) == (outcome, cause, ())
+    assert judgement.ranks == (1,)
+    if replayed == replay(1, 2, False):
+        assert "as preflight found" in judgement.reason
+        assert judge_nonfinite(facts, replayed, where).named == (1,)
+
+
+def test_a_minority_of_the_reduction_needs_no_replay_and_is_named_all_the_same(topology):
+    judgement = judge_nonfinite(seen(reduced=(3,)), {}, topology("3x2"), trusted=False)
+    assert (judgement.outcome, judgement.named) == (Outcome.SUSPECT, (3,))
+
+
+def test_a_sum_that_overflows_under_the_loss_scale_of_every_rank_is_the_scalers_business(topology):
+    where, facts = topology("3x2"), seen(reduced=EVERY, loss_scaled=EVERY)
+    judgement = judge_nonfinite(facts, {}, where)
+    assert (judgement.outcome, judgement.cause, judgement.origin, judgement.named) == (
+        Outcome.REPRODUCIBLE,
+        Cause.SCALING,
+        Origin.REDUCED,
+        (),
+    )
+    assert judgement.ranks == EVERY
+    assert judgement.reason.startswith("the reduction overflows under the loss scale")
+
+
+@pytest.mark.parametrize(
+    ("reduced", "scaled", "outcome"),
+    [
+        (EVERY, EVERY[1:], Outcome.UNATTRIBUTED),
+        (EVERY[1:], EVERY, Outcome.UNATTRIBUTED),
+        ((3,), EVERY, Outcome.SUSPECT),
+    ],
+)
+def test_the_loss_scale_explains_nothing_unless_every_rank_sees_the_value_and_scales(
+    reduced, scaled, outcome, topology
+):
+    facts = seen(reduced=reduced, loss_scaled=scaled)
+    judgement = judge_nonfinite(facts, {}, topology("3x2"))
+    assert (judgement.outcome, judgement.cause) == (outcome, Cause.REDUCTION)
