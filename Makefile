@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX_URL ?=
 ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --numprocesses 2 --dist loadgroup
 
 BIN := $(VENV)/bin
 # Compiling all of torch takes longer than importing the part that is used.

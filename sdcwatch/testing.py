@@ -77,14 +77,19 @@ class ThreadExchange:
         self.calls: list[str] = []
 
     def max_words(
-        self, words: Sequence[int], where: str, *, deadline_seconds: float | None = None
+        self,
+        words: Sequence[int],
+        where: str,
+        *,
+        extra_seconds: float = 0.0,
+        on_device: bool = False,
     ) -> tuple[int, ...]:
         """Element-wise maximum."""
         self.calls.append("max_words")
         rows = self._hub.meet(self.rank, tuple(words))
         return tuple(max(column) for column in zip(*rows, strict=True))
 
-    def gather(self, message: bytes, where: str) -> list[bytes]:
+    def gather(self, message: bytes, where: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         """Every rank's message."""
         self.calls.append("gather")
         return self._hub.meet(self.rank, message)
@@ -107,6 +112,10 @@ class ThreadExchange:
     def anyone_joined(self) -> bool:
         """Whether a rank has run out of inputs."""
         return self._hub.joined
+
+    def all_joined(self) -> None:
+        """Every rank has run out of inputs."""
+        self._hub.joined = False
 
     def position(self, text: str) -> None:
         """Nothing asks for it."""

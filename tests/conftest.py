@@ -23,6 +23,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files stay whole when tests run in parallel, and the gloo pool on one worker."""
+    for item in items:
+        pooled = item.path.parent.name == "dist"
+        item.add_marker(pytest.mark.xdist_group("pool" if pooled else str(item.path)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -74,7 +74,7 @@ def _refusal(facts: GateFacts, age: int | None) -> tuple[GateReason, str] | None
     if not facts.preflighted:
         return GateReason.NOT_PREFLIGHTED, "Preflight is not done: nothing has been audited yet."
     if age is None:
-        return GateReason.NO_AUDIT, "No audit has been clean yet in this run."
+        return GateReason.NO_AUDIT, "No audit has been clean since the start, or since one failed."
     if limit is not None and age > limit:
         return (
             GateReason.AUDIT_TOO_OLD,

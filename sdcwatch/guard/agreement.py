@@ -54,7 +54,8 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
     where = f"{operation.words} of step {step}"
     exchange.position(where)
     word = (((operation << _STEP_BITS) | step) << _CODE_BITS) | code
-    top, complement = exchange.max_words((word, ~word), where)
+    on_device = operation is Operation.STEP
+    top, complement = exchange.max_words((word, ~word), where, on_device=on_device)
     bottom = ~complement
     if top >> _CODE_BITS != bottom >> _CODE_BITS:
         rows = exchange.gather(json.dumps(where).encode(), where)
@@ -63,3 +64,9 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
         raise error
     exchange.position(f"in the training loop after {where}")
     return top & ((1 << _CODE_BITS) - 1)
+
+
+def missing_ranks(exchange: Exchange, where: str, *, here: bool) -> tuple[int, ...]:
+    """The ranks that are not `here`. Every rank calls it."""
+    rows = exchange.gather(b"1" if here else b"", where)
+    return tuple(rank for rank, row in enumerate(rows) if not row)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch import __version__
 from sdcwatch.checks.capture import Capture
-from sdcwatch.checks.determinism import DeterministicSwitches, environment_facts
+from sdcwatch.checks.determinism import DeterministicSwitches, EagerStance, environment_facts
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.replay import ReplayResult, replay
 from sdcwatch.config import GuardConfig, launcher_environment
@@ -29,12 +29,14 @@ from sdcwatch.guard.identity import (
     agree_on_run,
     bare_module,
     gather_ranks,
+    is_compiled,
     make_run_dir,
     own_identity,
     require_guardable,
     run_name,
 )
 from sdcwatch.guard.nonfinite import NonfiniteInvestigation
+from sdcwatch.guard.options import require_same_options, why_partly_guarded
 from sdcwatch.guard.preflight import Preflight
 from sdcwatch.guard.reporter import Reporter, announce, say
 from sdcwatch.guard.verdicts import Verdicts
@@ -77,9 +79,13 @@ class Guarded:
 
     @property
     def compiled(self) -> bool:
-        """Whether torch.compile is around the model or inside DDP."""
-        inner = self.model if self.ddp is None else self.ddp.module
-        return hasattr(self.model, "_orig_mod") or hasattr(inner, "_orig_mod")
+        """Whether torch.compile is around the model, inside DDP, or on a part of it."""
+        return is_compiled(self.model, self.module)
+
+    @property
+    def compiled_around(self) -> bool:
+        """Whether torch.compile is around DDP: a replay of the bare module would run eagerly."""
+        return self.ddp is not None and self.ddp is not self.model
 
     def replicated(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
         """Tensors that must hold the same bits on every rank."""
@@ -104,6 +110,7 @@ class Parts:
     reporter: Reporter
     capture: Capture
     switches: DeterministicSwitches
+    stance: EagerStance
     screen: GradientScreen
     preflight: Preflight
     audit: RingAudit
@@ -135,10 +142,26 @@ def assemble(
     config = GuardConfig.from_env(**arguments)
     ddp, inner = require_guardable(model, optimizer, loss_fn, config)
     guarded = _guarded(model, ddp, inner, loss_fn)
-    environment = launcher_environment()
     exchange = GlooExchange(
         guarded.process_group, deadline_seconds=config.deadline_seconds, device=guarded.device
     )
+    try:
+        return _meet(config, guarded, exchange, sinks, on_bucket)
+    except BaseException as error:
+        exchange.leave(f"sdcwatch.init ended with {type(error).__name__}")
+        raise
+
+
+def _meet(
+    config: GuardConfig,
+    guarded: Guarded,
+    exchange: GlooExchange,
+    sinks: Sequence[Sink],
+    on_bucket: Callable[[], None],
+) -> Parts:
+    """Compare notes with the other ranks, and build every part."""
+    environment = launcher_environment()
+    require_same_options(exchange, config)
     require_same_schema(exchange, guarded.replicated(buffers=config.buffers))
     run = agree_on_run(exchange, run_name(config, environment))
     run_dir = make_run_dir(config, run)
@@ -147,7 +170,8 @@ def assemble(
     domain, note = choose_fault_domain(ranks, config.fault_domain)
     topology = Topology(ranks, domain)
     audits_off = why_audits_are_off(config, topology)
-    notes = tuple(n for n in (note if not audits_off else "", audits_off) if n)
+    unguarded = why_partly_guarded(guarded.module, guarded.optimizer)
+    notes = tuple(n for n in (note if not audits_off else "", audits_off, unguarded) if n)
     start = _start_record(config, guarded, topology, run, notes)
     dispatcher, lines = build_sinks(
         config.telemetry,
@@ -164,7 +188,7 @@ def assemble(
         announce(lines)
         for text in notes:
             say(f"sdcwatch: {text}")
-    return _parts(config, guarded, exchange, topology, reporter, on_bucket)
+    return _parts(config, guarded, exchange, topology, reporter, on_bucket, audits_off)
 
 
 def register_hook(parts: Parts) -> None:
@@ -234,10 +258,12 @@ def _start_record(
 
 
 def _facts(guarded: Guarded) -> dict[str, str]:
+    environment = launcher_environment()
     return environment_facts(
         guarded.device,
         compiled=guarded.compiled,
-        cublas_workspace=launcher_environment().cublas_workspace,
+        cublas_workspace=environment.cublas_workspace,
+        variables=environment.kernel_variables,
     )
 
 
@@ -253,13 +279,14 @@ def _reporter(
     )
 
 
-def _parts(
+def _parts(  # noqa: PLR0913 - what _meet has found out
     config: GuardConfig,
     guarded: Guarded,
     exchange: GlooExchange,
     topology: Topology,
     reporter: Reporter,
     on_bucket: Callable[[], None],
+    audits_off: str,
 ) -> Parts:
     names = [name for name, _ in guarded.named]
     policy = AuditPolicy(guarded.device, config.quorum, config.seed)
@@ -272,6 +299,7 @@ def _parts(
         reporter=reporter,
         capture=Capture(guarded.module, guarded.named, guarded.device),
         switches=DeterministicSwitches(guarded.device),
+        stance=EagerStance(),
         screen=_screen(config, guarded, exchange, on_bucket),
         preflight=Preflight(
             exchange,
@@ -286,7 +314,7 @@ def _parts(
         verdicts=Verdicts(topology, observing=config.mode == "observe"),
         checkpoints=Checkpoints(exchange, reporter),
         watchdog=_watchdog(config, exchange, reporter),
-        audits_off=why_audits_are_off(config, topology),
+        audits_off=audits_off,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from sdcwatch.core.blame import (
     AuditFacts,
     AuditJudgement,
     Bad,
+    Repeat,
     error_value,
     is_error,
     judge_audit,
@@ -48,6 +50,8 @@ from sdcwatch.guard.framing import (
 )
 
 Replay = Callable[[MicroBatch], ReplayResult]
+SLACK = 3.0
+"""How much slower than this rank's slowest replay another rank's may be."""
 SHOWN = 10
 """Tensor names that a record carries at most."""
 
@@ -152,6 +156,7 @@ class RingAudit:
         self._held: dict[int, MicroBatch] = {}
         self._seconds: dict[Phase, float] = {}
         self._strikes: list[tuple[int, int]] = []
+        self._slowest = 0.0
         self._audits = 0
 
     def forget_strikes(self) -> None:
@@ -223,6 +228,7 @@ class RingAudit:
     def _recompute(self, producer: int, *, gradients: bool) -> tuple[torch.Tensor | None, str]:
         started = time.perf_counter()
         result = self._replay(self._held[producer])
+        self._slowest = max(self._slowest, time.perf_counter() - started)
         self._spent(Phase.REPLAY, started)
         if result.error:
             return None, result.error
@@ -282,7 +288,9 @@ class RingAudit:
             table, _ = self._recompute(producer, gradients=gradients)
             if table is not None:
                 values[str(producer)] = value_of(table)
-        rows = self._exchange.gather(json.dumps(values).encode(), where)
+        rows = self._exchange.gather(
+            json.dumps(values).encode(), where, extra_seconds=self._patience(len(plan))
+        )
         arbitration: dict[int, dict[int, str]] = {p: {} for p in plan}
         for arbiter, row in enumerate(rows):
             for producer_text, value in json.loads(row).items():
@@ -309,12 +317,18 @@ class RingAudit:
                 table, error = self._recompute(repeat.producer, gradients=gradients)
                 values.append(error_value(error) if table is None else value_of(table))
             own[str(repeat.producer)] = values
-        rows = self._exchange.gather(json.dumps(own).encode(), where)
+        rows = self._exchange.gather(
+            json.dumps(own).encode(), where, extra_seconds=self._patience(_most_replays(plan))
+        )
         return {
             (rank, int(producer)): tuple(values)
             for rank, row in enumerate(rows)
             for producer, values in json.loads(row).items()
         }
+
+    def _patience(self, replays: int) -> float:
+        """Seconds that a rank with so many replays may take, while this one only waits."""
+        return SLACK * replays * self._slowest
 
     def _survey(self, own: OwnStep, where: str, *, gradients: bool) -> list[str]:
         """Too many mismatches for a broken device: does each rank repeat itself, and in what?"""
@@ -349,6 +363,14 @@ class RingAudit:
 
     def _spent(self, phase: Phase, started: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def _most_replays(plan: Sequence[Repeat]) -> int:
+    """Replays of the rank that has most of them to do."""
+    each = Counter[int]()
+    for repeat in plan:
+        each[repeat.rank] += repeat.times
+    return max(each.values(), default=0)
 
 
 def environment_differences(environments: Sequence[dict[str, str]]) -> list[str]:

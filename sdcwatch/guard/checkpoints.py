@@ -10,11 +10,8 @@ from typing import Literal
 from sdcwatch.core.gate import GateDecision
 from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason
 from sdcwatch.errors import ConfigurationError, SdcwatchError
-from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange
 from sdcwatch.guard.reporter import Reporter
-
-SAVE_SECONDS = 3600.0
-"""How long the other ranks wait for one that saves."""
 
 
 class Checkpoints:
@@ -51,7 +48,7 @@ class Checkpoints:
                 error = raised
         where = f"the end of save_checkpoint of step {step}"
         failed = self._exchange.max_words(
-            (int(error is not None),), where, deadline_seconds=SAVE_SECONDS
+            (int(error is not None),), where, extra_seconds=SAVE_SECONDS
         )[0]
         if failed:
             self._failed(step, decision, error, where)
@@ -78,6 +75,10 @@ class Checkpoints:
                     audit_age=0,
                 )
             )
+
+    def forget(self) -> None:
+        """An audit was not clean: nothing will confirm what was saved since the last clean one."""
+        self._provisional.clear()
 
     def _failed(
         self, step: int, decision: GateDecision, error: Exception | None, where: str

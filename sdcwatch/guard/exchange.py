@@ -25,6 +25,10 @@ from sdcwatch.guard.reporter import say
 _LEFT = "left: "
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 0.5
+SAVE_SECONDS = 3600.0
+"""How long other ranks wait for one that saves a checkpoint."""
+HARD_SECONDS = 2 * SAVE_SECONDS
+"""After that long an operation would destroy the group; longer than any soft deadline."""
 NEUTRAL = -(2**63)
 """What a rank that has no word contributes to a MAX: it never wins."""
 
@@ -41,19 +45,26 @@ class Exchange(Protocol):
     world_size: int
 
     def max_words(
-        self, words: Sequence[int], where: str, *, deadline_seconds: float | None = None
+        self,
+        words: Sequence[int],
+        where: str,
+        *,
+        extra_seconds: float = 0.0,
+        on_device: bool = False,
     ) -> tuple[int, ...]:
         """Element-wise maximum over all ranks of a few signed 64-bit words.
 
         Args:
             words: The same number on every rank.
             where: What is being done, for errors.
-            deadline_seconds: Instead of the usual deadline, where one rank may be long.
+            extra_seconds: Added to the deadline, where one rank may be long.
+            on_device: At the end of the backward, where it cannot interleave with DDP: use DDP's
+                group and the device, if that is CUDA.
         """
         ...
 
-    def gather(self, message: bytes, where: str) -> list[bytes]:
-        """The message of every rank, in rank order."""
+    def gather(self, message: bytes, where: str, *, extra_seconds: float = 0.0) -> list[bytes]:
+        """The message of every rank, in rank order; `extra_seconds` as for `max_words`."""
         ...
 
     def route(
@@ -71,6 +82,10 @@ class Exchange(Protocol):
 
     def anyone_joined(self) -> bool:
         """Whether a rank has run out of inputs. No collective; equal on all ranks that train."""
+        ...
+
+    def all_joined(self) -> None:
+        """Every rank has run out of inputs: forget it. No collective."""
         ...
 
     def position(self, text: str) -> None:
@@ -193,7 +208,7 @@ class GlooExchange:
         # Made directly rather than by new_group, which every rank of the job would have to call,
         # and whose counters must agree on all of them. The hard timeout is far above the soft
         # deadline: it would destroy the group.
-        hard = timedelta(seconds=max(1800.0, 20 * deadline_seconds))
+        hard = timedelta(seconds=max(HARD_SECONDS, 20 * deadline_seconds))
         self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, hard)
         self._device_group = parent if device is not None and device.type == "cuda" else None
         self._device = device
@@ -212,24 +227,29 @@ class GlooExchange:
             self._gone("sdcwatch.init", error, time.monotonic() - started)
 
     def max_words(
-        self, words: Sequence[int], where: str, *, deadline_seconds: float | None = None
+        self,
+        words: Sequence[int],
+        where: str,
+        *,
+        extra_seconds: float = 0.0,
+        on_device: bool = False,
     ) -> tuple[int, ...]:
         """Element-wise maximum; see `Exchange.max_words`."""
-        if self._device_group is not None and len(words) == 2:
-            on_device = torch.tensor(words, dtype=torch.int64, device=self._device)
-            dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=self._device_group)
-            return tuple(on_device.tolist())
+        if on_device and self._device_group is not None:
+            there = torch.tensor(words, dtype=torch.int64, device=self._device)
+            dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self._device_group)
+            return tuple(there.tolist())
         tensor = torch.tensor(words, dtype=torch.int64, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._await(lambda: [self._group.allreduce([tensor], options)], where, deadline_seconds)
+        self._await(lambda: [self._group.allreduce([tensor], options)], where, extra_seconds)
         return tuple(tensor.tolist())
 
-    def gather(self, message: bytes, where: str) -> list[bytes]:
+    def gather(self, message: bytes, where: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         """Every rank's message; see `Exchange.gather`. Sizes travel first."""
         own = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         sizes = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._await(lambda: [self._group.allgather([sizes], [own])], where)
+        self._await(lambda: [self._group.allgather([sizes], [own])], where, extra_seconds)
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
         if message:
@@ -260,10 +280,10 @@ class GlooExchange:
         return works
 
     def _await(
-        self, issue: Callable[[], list[Any]], where: str, deadline_seconds: float | None = None
+        self, issue: Callable[[], list[Any]], where: str, extra_seconds: float = 0.0
     ) -> None:
         started = time.monotonic()
-        deadline = self._deadline if deadline_seconds is None else deadline_seconds
+        deadline = self._deadline + extra_seconds
         try:
             for work in issue():
                 left = max(0.001, deadline - (time.monotonic() - started))
@@ -289,6 +309,10 @@ class GlooExchange:
     def anyone_joined(self) -> bool:
         """See `Exchange.anyone_joined`."""
         return bool(self._store.check(["joined"]))
+
+    def all_joined(self) -> None:
+        """See `Exchange.all_joined`."""
+        self._store.delete_key("joined")
 
     def position(self, text: str) -> None:
         """See `Exchange.position`."""

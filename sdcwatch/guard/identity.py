@@ -42,6 +42,26 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
+def is_compiled(model: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Whether torch.compile is around or inside either module, or `compile()` was called on one.
+
+    Args:
+        model: As the loop calls it.
+        module: What DDP calls.
+    """
+    return any(
+        hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
+        for whole in (model, module)
+        for part in whole.modules()
+    )
+
+
+def unguarded_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the trainable parameters of `module` that `optimizer` does not hold."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+
+
 def require_guardable(
     model: torch.nn.Module, optimizer: Any, loss_fn: Callable[..., Any], config: GuardConfig
 ) -> tuple[DistributedDataParallel | None, torch.optim.Optimizer]:
@@ -64,6 +84,8 @@ def require_guardable(
             "Pass the function that computes the loss."
         )
         raise ConfigurationError(msg)
+    inner = unwrap(optimizer)
+    _refuse_sharding(model, inner)
     ddp = find_ddp(model)
     if ddp is None and config.audit_every is not None:
         msg = (
@@ -77,7 +99,6 @@ def require_guardable(
             "as sdcwatch.init(..., comm_hook=(state, hook)) instead of registering it."
         )
         raise ConfigurationError(msg)
-    inner = unwrap(optimizer)
     ours = {id(p) for p in bare_module(model).parameters()}
     theirs = [p for group in inner.param_groups for p in group["params"]]
     if not any(id(p) in ours for p in theirs):
@@ -87,6 +108,36 @@ def require_guardable(
         )
         raise ConfigurationError(msg)
     return ddp, inner
+
+
+def _is_a(thing: object, name: str) -> bool:
+    """Whether a class of that name is among its types; no such class is imported for the answer."""
+    return any(kind.__name__ == name for kind in type(thing).__mro__)
+
+
+def _refuse_sharding(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what keeps another part of the weights or of the state on each rank."""
+    if any(_is_a(part, "FullyShardedDataParallel") for part in model.modules()):
+        msg = (
+            "Expected every rank to hold the whole model, but got FullyShardedDataParallel. Train "
+            "with DistributedDataParallel: shards have no replica to be compared with."
+        )
+        raise ConfigurationError(msg)
+    sharded = [name for name, p in model.named_parameters() if _is_a(p, "DTensor")]
+    if sharded:
+        msg = (
+            f"Expected every rank to hold the whole model, but got DTensor parameters, the first "
+            f"of {len(sharded)} is {sharded[0]}. Train with DistributedDataParallel, without "
+            "fully_shard or tensor parallelism: shards have no replica to be compared with."
+        )
+        raise ConfigurationError(msg)
+    if _is_a(optimizer, "ZeroRedundancyOptimizer"):
+        msg = (
+            "Expected an optimizer that updates all weights on every rank, but got "
+            "ZeroRedundancyOptimizer. Pass the optimizer that it shards, built from "
+            "model.parameters(): one rank's update would reach the others without a comparison."
+        )
+        raise ConfigurationError(msg)
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:

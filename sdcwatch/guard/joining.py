@@ -7,6 +7,7 @@ still train learn it from a flag in the store, which is set before the first sha
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -17,14 +18,25 @@ from sdcwatch.guard.exchange import NEUTRAL, Exchange
 
 
 class _Shadow(JoinHook):
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, guard: JoinableGuard) -> None:
         super().__init__()
-        self._exchange = exchange
+        self._guard = guard
 
     def main_hook(self) -> None:
-        """Stand in for this rank in the step of the others."""
-        self._exchange.mark_joined()
-        self._exchange.max_words((NEUTRAL, NEUTRAL), "a step after this rank ran out of inputs")
+        """Stand in for this rank in a step of the others, if gradients are reduced in it."""
+        guard = self._guard
+        # DDP's own hook ran before this one and knows whether the others synchronise.
+        if not guard.others_synchronise():
+            return
+        guard.shadow_step()
+        guard.joined_exchange.mark_joined()
+        guard.joined_exchange.max_words(
+            (NEUTRAL, NEUTRAL), "a step after this rank ran out of inputs", on_device=True
+        )
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Every rank has run out of inputs."""
+        self._guard.joined_exchange.all_joined()
 
 
 class JoinableGuard(Joinable):
@@ -32,7 +44,7 @@ class JoinableGuard(Joinable):
 
     def __init__(self, exchange: Exchange, device: torch.device, process_group: Any) -> None:
         super().__init__()
-        self._joined_exchange = exchange
+        self.joined_exchange = exchange
         self._joined_device, self._joined_group = device, process_group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -48,7 +60,15 @@ class JoinableGuard(Joinable):
                 "True with a guard: its communication hook divides by the initial world size."
             )
             raise ConfigurationError(msg)
-        return _Shadow(self._joined_exchange)
+        return _Shadow(self)
+
+    @abstractmethod
+    def others_synchronise(self) -> bool:
+        """Whether the ranks that still train reduce gradients in this iteration."""
+
+    @abstractmethod
+    def shadow_step(self) -> None:
+        """Count a step of the others."""
 
     @property
     def join_device(self) -> torch.device:

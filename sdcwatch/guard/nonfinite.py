@@ -27,6 +27,8 @@ from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.framing import pack_or_nothing, unpack_or_error
 
 ReplayScaled = Callable[[MicroBatch, bool], ReplayResult]
+SECONDS_PER_REPLAY = 60.0
+"""How long others wait for one replay: nobody has timed one yet when a first step trips."""
 MAX_IN_A_ROW = 16
 """Investigations in consecutive steps before only every tenth is replayed."""
 
@@ -51,7 +53,12 @@ class NonfiniteInvestigation:
         self._last_step = -2
 
     def run(
-        self, step: int, own: RankFinite, micro_batches: Sequence[MicroBatch]
+        self,
+        step: int,
+        own: RankFinite,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        trusted: bool = True,
     ) -> NonfiniteJudgement:
         """Investigate. Every rank calls it when the agreed word of the step says so.
 
@@ -59,6 +66,7 @@ class NonfiniteInvestigation:
             step: The step.
             own: What this rank saw.
             micro_batches: Everything this rank accumulated in the step, in order; empty if unknown.
+            trusted: Preflight did not find that replays differ from steps.
         """
         where = f"the non-finite check of step {step}"
         own = replace(own, loss_scaled=_scaled(micro_batches))
@@ -79,7 +87,7 @@ class NonfiniteInvestigation:
             replays = self._elsewhere(plan, counts, micro_batches, where)
         else:
             replays = self._without_scale(facts, micro_batches, where)
-        return judge_nonfinite(facts, replays, self._topology)
+        return judge_nonfinite(facts, replays, self._topology, trusted=trusted)
 
     def _limited(self, step: int) -> bool:
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 0
@@ -116,7 +124,7 @@ class NonfiniteInvestigation:
             _summarise(p, me, results, unscaled[p], damaged=p in damaged)
             for p, results in found.items()
         ]
-        return self._share(own, where)
+        return self._share(own, where, 2 * sum(counts[p] for p in plan))
 
     def _without_scale(
         self, facts: Sequence[RankFinite], micro_batches: Sequence[MicroBatch], where: str
@@ -136,14 +144,18 @@ class NonfiniteInvestigation:
             pairs = zip(micro_batches, results, strict=True)
             free = [self._replay(m, True) for m, r in pairs if _nonfinite(r)]
             own.append(_summarise(me, me, results, free, damaged=False))
-        replays = self._share(own, where)
+        replays = self._share(own, where, 2 * len(micro_batches))
         explained = all(r.nonfinite and r.nonfinite_unscaled is False for r in replays.values())
         return replays if explained else {}
 
-    def _share(self, own: Sequence[ReplayFinite], where: str) -> dict[int, ReplayFinite]:
-        rows = self._exchange.gather(json.dumps([asdict(r) for r in own]).encode(), where)
-        replays = [ReplayFinite(**item) for row in rows for item in json.loads(row)]
-        return {r.producer: r for r in replays}
+    def _share(
+        self, own: Sequence[ReplayFinite], where: str, replays: int
+    ) -> dict[int, ReplayFinite]:
+        message = json.dumps([asdict(r) for r in own]).encode()
+        patience = SECONDS_PER_REPLAY * replays
+        rows = self._exchange.gather(message, where, extra_seconds=patience)
+        found = [ReplayFinite(**item) for row in rows for item in json.loads(row)]
+        return {r.producer: r for r in found}
 
 
 def _scaled(micro_batches: Sequence[MicroBatch]) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from sdcwatch.checks.nonfinite import confirm_nonfinite
 from sdcwatch.checks.payload import join, join_losses
@@ -71,8 +73,29 @@ def _expected_elements(guarded: Guarded) -> int:
 
 
 def weights_nonfinite(guarded: Guarded) -> bool:
-    """Whether a weight is not finite; exact, only asked when something was seen."""
-    return any(confirm_nonfinite(p.detach()) for _, p in guarded.named)
+    """Whether a weight, or a buffer that a forward reads, is poisoned.
+
+    Exact; only asked when something was seen. A buffer may have been poisoned by data in an earlier
+    step, on this rank alone: whoever replays without it gets a finite value.
+    """
+    return any(confirm_nonfinite(p.detach()) for _, p in guarded.named) or any(
+        _is_poisoned(buffer) for buffer in _read_buffers(guarded.module)
+    )
+
+
+def _read_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for owner in module.modules():
+        # While it trains it only writes its statistics, which tell of this step.
+        if not (isinstance(owner, _NormBase) and owner.training):
+            yield from owner.buffers(recurse=False)
+
+
+def _is_poisoned(buffer: torch.Tensor) -> bool:
+    """Non-finite, and not by design: masks are made of negative infinities."""
+    if not confirm_nonfinite(buffer):
+        return False
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer.float()
+    return bool((values.isnan() | values.isposinf()).any())
 
 
 def own_step(parts: Parts, window: StepWindow) -> OwnStep | None:

@@ -12,13 +12,21 @@ from typing import Any, Literal
 import torch
 
 from sdcwatch.core.gate import GateFacts, judge_checkpoint
-from sdcwatch.core.records import Check, Coverage, GuardState, RunFinished, Verdict
-from sdcwatch.errors import RankGone, SdcwatchError
+from sdcwatch.core.records import (
+    Check,
+    Coverage,
+    GateReason,
+    GuardState,
+    RunFinished,
+    Verdict,
+)
+from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
 from sdcwatch.guard.agreement import Operation, agree
 from sdcwatch.guard.assembly import assemble, register_hook
 from sdcwatch.guard.checkpoints import require_place
 from sdcwatch.guard.joining import JoinableGuard
 from sdcwatch.guard.replicas import Replicas
+from sdcwatch.guard.reporter import say
 from sdcwatch.guard.step import Steps
 from sdcwatch.guard.stepper import OptimizerHooks
 
@@ -99,6 +107,7 @@ class Guard(JoinableGuard):
             CorruptionDetected: Too many updates in a row were skipped.
         """
         self._require_open()
+        self._hooks.recover()
         if not torch.is_grad_enabled():
             return self._loss_fn(self._model, batch)
         return self._steps.forward(batch)
@@ -123,8 +132,12 @@ class Guard(JoinableGuard):
         """
         require_place(on)
         self._require_open()
-        self._steps.settle()
+        self._settle()
         step = self._steps.step
+        if self._parts.exchange.anyone_joined():
+            detail = "a rank has run out of inputs and cannot be asked"
+            self._parts.checkpoints.withhold(step, GateReason.NO_AUDIT, detail, None)
+            return False
         self._parts.reporter.flush()
         agree(self._parts.exchange, Operation.SAVE, step)
         if self._replicas.tainted is None:
@@ -169,6 +182,19 @@ class Guard(JoinableGuard):
         watchdog = self._parts.watchdog
         return None if self._closed or watchdog is None else watchdog.explain(error)
 
+    def others_synchronise(self) -> bool:
+        """See `JoinableGuard`."""
+        ddp = self._parts.guarded.ddp
+        return ddp is None or bool(ddp.require_forward_param_sync)
+
+    def shadow_step(self) -> None:
+        """See `JoinableGuard`."""
+        self._steps.shadow()
+
+    def _settle(self) -> None:
+        self._steps.settle()
+        self._steps.skips.give_up()
+
     def _bucket_arrived(self) -> None:
         if not self._closed:
             self._steps.bucket_arrived()
@@ -199,19 +225,28 @@ class Guard(JoinableGuard):
             return
         try:
             if error is None:
-                self._steps.settle()
+                self._settle()
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
             self._closed = True
             atexit.unregister(self._at_exit)
             self._steps.abandon()
             self._hooks.remove()
             self._parts.screen.release()
-            self._leave(self._finished(error))
+            self._say_once_more(error or self._steps.error)
+            self._leave(self._finished(error or self._steps.error))
 
     def _at_exit(self) -> None:
         """The script ends without close(): after an exception that nobody caught, or by mistake."""
         error = getattr(sys, "last_value", None)
         self._close(None if error is None else self._explained(error) or error)
+
+    def _say_once_more(self, error: BaseException | None) -> None:
+        """A finding ends the process without a traceback: the leader says it, whatever happens."""
+        if isinstance(error, CorruptionDetected) and self._parts.exchange.rank == 0:
+            say(f"sdcwatch: stopped: {error}")
 
     def _leave(self, finished: RunFinished) -> None:
         parts = self._parts

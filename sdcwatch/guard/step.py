@@ -10,7 +10,6 @@ matters.
 from __future__ import annotations
 
 import time
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -24,18 +23,17 @@ from sdcwatch.core.records import (
     GuardState,
     Outcome,
     Phase,
-    SkipReason,
-    UpdateSkipped,
     Verdict,
 )
 from sdcwatch.core.schedule import audit_due
 from sdcwatch.errors import ConfigurationError, CorruptionDetected
-from sdcwatch.guard.agreement import Code, Operation, agree
+from sdcwatch.guard.agreement import Code, Operation, agree, missing_ranks
 from sdcwatch.guard.assembly import Parts
 from sdcwatch.guard.audit import AuditResult, OwnStep
 from sdcwatch.guard.observe import gradient_homes, observe, own_step, weights_nonfinite
 from sdcwatch.guard.replicas import Replicas
-from sdcwatch.guard.window import Decision, Forward, StepWindow
+from sdcwatch.guard.skips import Skips
+from sdcwatch.guard.window import Decision, Forward, StepWindow, graph_of
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -48,6 +46,8 @@ class Steps:
         last_verdict: Latest verdict that was not a pass.
         last_clean_audit: Step of the latest clean audit.
         armed: Preflight has ended.
+        skips: Updates that did not happen.
+        error: What the guard raised in a backward or an update, for the last record.
     """
 
     def __init__(self, parts: Parts, replicas: Replicas) -> None:
@@ -59,7 +59,8 @@ class Steps:
         self._window: StepWindow | None = None
         self._queued = False
         self._postponed = False
-        self._skips_in_a_row = 0
+        self.skips = Skips(parts.guarded, parts.reporter, parts.config.max_consecutive_skips)
+        self.error: BaseException | None = None
         if parts.audits_off:
             parts.preflight.decide(Coverage.OFF, parts.audits_off)
             self._arm()
@@ -78,8 +79,8 @@ class Steps:
         window.drop_abandoned()
         synchronises = guarded.ddp is None or bool(guarded.ddp.require_backward_grad_sync)
         audit = synchronises and self._wants_audit(window.step)
-        if audit and parts.preflight.deterministic:
-            parts.switches.apply()
+        if audit:
+            self._apply_switches()
         self._enter_danger(window.step)
         try:
             with parts.reporter.timed(Check.REPLAY, Phase.CAPTURE):
@@ -90,12 +91,13 @@ class Steps:
         except BaseException:
             self.abandon()
             raise
+        self._leave_danger()
         if pending.problem:
             parts.reporter.note_once("not_transportable", pending.problem)
         if pending.changed_in_place:
             text = "loss_fn changes its batch in place; audits use the copy taken before"
             parts.reporter.note_once("batch_changed", text)
-        window.forwards.append(Forward(pending, weakref.ref(loss), loss.detach(), synchronises))
+        window.forwards.append(Forward(pending, graph_of(loss), loss.detach(), synchronises))
         return loss
 
     def _open(self) -> StepWindow:
@@ -131,6 +133,8 @@ class Steps:
         if self._queued:
             return
         self._queued = True
+        self._enter_danger(self.step)
+        self.skips.backward_begins()
         self._parts.screen.begin(gradient_homes(self._parts.guarded))
         # Queued twice, so as to run behind the finalisation that DDP queues.
         _ENGINE.queue_callback(lambda: _ENGINE.queue_callback(self._backward_ended))
@@ -141,6 +145,9 @@ class Steps:
             return
         try:
             self._decide(window)
+        except BaseException as error:
+            self.error = error
+            raise
         finally:
             self._clear()
 
@@ -149,7 +156,8 @@ class Steps:
         with reporter.timed(Check.NONFINITE, Phase.SCREEN):
             own, reporter.loss = observe(parts, window)
         seen = own.local or own.reduced or own.loss or own.buckets_reduced < own.buckets_expected
-        code = Code.SEEN if seen else Code.CLEAN if window.finished_forwards else Code.NO_RECORD
+        recorded = window.recorded(audit=self._wants_audit(window.step))
+        code = Code.SEEN if seen else Code.CLEAN if recorded else Code.NO_RECORD
         with reporter.timed(Check.NONFINITE, Phase.AGREE):
             agreed = agree(parts.exchange, Operation.STEP, window.step, code)
         window.decision = Decision()
@@ -172,7 +180,8 @@ class Steps:
         with parts.reporter.timed(Check.NONFINITE, Phase.REPLAY):
             captured = [f.pending.finish().micro_batch for f in window.finished_forwards]
             own = replace(own, weights=weights_nonfinite(parts.guarded))
-            judgement = parts.investigation.run(window.step, own, captured)
+            trusted = bool(parts.audits_off) or parts.preflight.coverage in (None, Coverage.FULL)
+            judgement = parts.investigation.run(window.step, own, captured, trusted=trusted)
         if judgement.outcome is Outcome.PASS:  # the screen's sum overflowed; every value is finite
             return Decision()
         return self._failed(parts.verdicts.nonfinite(window.step, judgement))
@@ -180,15 +189,17 @@ class Steps:
     def _replay(self, window: StepWindow, *, recorded: bool) -> Decision:
         parts, step = self._parts, window.step
         if parts.exchange.anyone_joined():
-            reason = "a rank has run out of inputs; audits need every rank and are off"
-            parts.preflight.decide(Coverage.OFF, reason)
-            self._arm()
-            return self._say(parts.verdicts.not_run(step, reason))
-        own = own_step(parts, window) if recorded else None
-        if own is None:
             self._postponed = True
-            reason = "guard.forward was not called once on every rank in this step"
-            return self._say(parts.verdicts.not_run(step, reason))
+            reason = "a rank has run out of inputs; audits need every rank and wait for it"
+            parts.reporter.note_once("joined", reason)
+            return Decision()
+        if not recorded:
+            self._postponed = True
+            here = window.recorded(audit=True)
+            ranks = missing_ranks(parts.exchange, f"the audit of step {step}", here=here)
+            return self._say(parts.verdicts.without_record(step, ranks))
+        own = own_step(parts, window)
+        assert own is not None  # every rank has said so in the header
         parts.reporter.flush()
         where = f"the weights before the audit of step {step}"
         with parts.reporter.timed(Check.REPLAY, Phase.DIGEST):
@@ -224,6 +235,10 @@ class Steps:
         if outcome is Outcome.PASS:
             self._clean_audit(step)
             return Decision(audited=True)
+        if outcome is not Outcome.NOT_RUN:
+            # What was saved since the last clean audit may hold what this one has found.
+            self.last_clean_audit = None
+            parts.checkpoints.forget()
         verdict = parts.verdicts.replay(step, result)
         if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC):
             self._ask_again(verdict)
@@ -274,19 +289,20 @@ class Steps:
             return
         if verdict.check is Check.NONFINITE:
             # So that every scaler and finite test of the user's acts alike on all ranks.
-            for group in self._parts.guarded.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.detach().fill_(float("nan"))
+            for _, parameter in self._parts.guarded.named:
+                if parameter.grad is not None:
+                    parameter.grad.detach().fill_(float("nan"))
         if verdict.action is Action.STOP:
             raise CorruptionDetected(verdict)
 
     # --- the update: called by the optimizer hooks ---
 
     def update_is_skipped(self) -> bool:
-        """Whether the decision of this step forbids the update."""
+        """Whether the decision of this step, or one it carries, forbids the update."""
         window = self._window
-        return window is not None and window.decision is not None and window.decision.skip
+        if window is None or window.decision is None:
+            return False
+        return window.decision.skip or self.skips.carried is not None
 
     def after_update(self, *, skipped: bool) -> None:
         """The optimizer has stepped, or was made to skip. Check 3 runs here when it is due."""
@@ -294,45 +310,34 @@ class Steps:
         if window is None or window.decision is None or window.updated:
             return
         window.updated = True
-        if skipped:
-            self._skipped(window.decision)
-            return
-        self._skips_in_a_row = 0
-        self._parts.reporter.steps_at_risk += 1
-        self._replicas.after_update(window.step)
+        try:
+            if skipped:
+                carried = self.skips.carried
+                failed = window.decision if window.decision.skip else carried
+                self.skips.skipped(window.step, failed or window.decision)
+                return
+            self.skips.updated()
+            self._parts.reporter.steps_at_risk += 1
+            self._replicas.after_update(window.step)
+        except BaseException as error:
+            self.error = error
+            raise
 
     def settle(self) -> None:
         """The step is over, whether the optimizer stepped or not."""
         window, self._window = self._window, None
         if window is None or window.decision is None:
             return
-        try:
-            if not window.updated:  # GradScaler and `continue` never call optimizer.step()
-                self._skipped(window.decision)
-        finally:
-            seconds = time.perf_counter() - window.started
-            self._parts.reporter.stepped(seconds, audit=window.decision.audited)
+        if not window.updated:  # GradScaler and `continue` never call optimizer.step()
+            self.skips.left(window.step, window.decision)
+        seconds = time.perf_counter() - window.started
+        self._parts.reporter.stepped(seconds, audit=window.decision.audited)
 
-    def _skipped(self, decision: Decision) -> None:
-        config, verdict = self._parts.config, decision.verdict
-        if verdict is None or not decision.skip:
-            reason = SkipReason.NOT_STEPPED
-        elif verdict.check is Check.REPLAY:
-            reason = SkipReason.REPLAY
-        else:
-            reason = SkipReason.SCALER if decision.scaling else SkipReason.NONFINITE
-        if reason in (SkipReason.NONFINITE, SkipReason.REPLAY):
-            self._skips_in_a_row += 1
-        self._parts.reporter.emit(
-            UpdateSkipped(
-                step=self.step,
-                time=time.time(),
-                reason=reason,
-                consecutive=max(1, self._skips_in_a_row),
-            )
-        )
-        if verdict is not None and self._skips_in_a_row > config.max_consecutive_skips:
-            raise CorruptionDetected(replace(verdict, action=Action.STOP))
+    def shadow(self) -> None:
+        """Another rank trains a step for which this one has no input."""
+        self.settle()
+        self.step += 1
+        self._parts.reporter.step = self.step
 
     # --- leaving ---
 
@@ -345,14 +350,24 @@ class Steps:
     def _clear(self) -> None:
         self._queued = False
         self._parts.switches.restore()
+        self._parts.stance.restore()
         self._parts.capture.abort()
-        if self._parts.watchdog is not None:
-            self._parts.watchdog.leave_danger()
+        self._leave_danger()
+
+    def _apply_switches(self) -> None:
+        if self._parts.preflight.deterministic:
+            self._parts.switches.apply()
+        if self._parts.guarded.compiled_around:
+            self._parts.stance.apply()
 
     def _enter_danger(self, step: int) -> None:
         self._parts.exchange.position(f"in step {step}")
         if self._parts.watchdog is not None:
             self._parts.watchdog.enter(step)
+
+    def _leave_danger(self) -> None:
+        if self._parts.watchdog is not None:
+            self._parts.watchdog.leave_danger()
 
 
 def ring_coverage(result: AuditResult) -> tuple[Coverage, str]:

@@ -69,6 +69,7 @@ class OptimizerHooks:
         self._saved: _Saved | None = None
         self._verified = False
         self._depth = 0
+        self._in_closure = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -80,6 +81,11 @@ class OptimizerHooks:
             handle.remove()
         self._handles.clear()
         self._put_back()
+
+    def recover(self) -> None:
+        """Put back what a step that ended in an exception left: torch runs no post-hook then."""
+        if self._depth and not self._in_closure:
+            self._put_back()
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Every parameter that the optimizer updates."""
@@ -101,7 +107,11 @@ class OptimizerHooks:
 
     def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
-            loss = closure()
+            self._in_closure = True
+            try:
+                loss = closure()
+            finally:
+                self._in_closure = False
             self._apply()
             return loss
 

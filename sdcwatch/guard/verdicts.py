@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from sdcwatch.core.blame import Named
 from sdcwatch.core.majority import FingerprintJudgement
 from sdcwatch.core.nonfinite import NonfiniteJudgement
 from sdcwatch.core.records import Action, Check, Outcome, Suspect, Verdict
 from sdcwatch.core.topology import Topology
+from sdcwatch.core.wording import list_ranks
 from sdcwatch.guard.audit import SHOWN, AuditResult
 
 NOT_FAILURES = frozenset({Outcome.PASS, Outcome.NONDETERMINISTIC, Outcome.VOID, Outcome.NOT_RUN})
@@ -72,6 +74,14 @@ class Verdicts:
         return Verdict(
             step=step, time=time.time(), check=Check.REPLAY, outcome=outcome, reason=reason
         )
+
+    def without_record(self, step: int, ranks: tuple[int, ...]) -> Verdict:
+        """An audit was due, and some ranks computed their loss without the guard."""
+        reason = (
+            f"the loop did not call guard.forward on {list_ranks(ranks)} in this step; "
+            "the next step is audited instead"
+        )
+        return replace(self.not_run(step, reason), ranks=ranks)
 
     def fingerprint(self, step: int, judgement: FingerprintJudgement, tensors: int) -> Verdict:
         """Replicas differ: the run is tainted."""

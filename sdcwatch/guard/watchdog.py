@@ -7,6 +7,7 @@ does not hang but breaks, it can say who has gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -18,6 +19,8 @@ from sdcwatch.guard.exchange import RollCall, what_is_known
 
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 """What backends say when a collective ends because its peer has."""
+_STORE_SECONDS = 10.0
+"""What a roll-call may take beyond its window: a store may be out of reach and never answer."""
 
 
 class Watchdog:
@@ -25,7 +28,7 @@ class Watchdog:
 
     Args:
         rolls: The roll-call through the store.
-        hang_seconds: How long a backward may take.
+        hang_seconds: How long the training thread may stay where it may hang.
         poll_seconds: Time between two looks.
         report: Takes the record of a hang.
         leave: End the process after a hang was reported.
@@ -47,8 +50,13 @@ class Watchdog:
         self._reported = 0
         self._found: tuple[Hang, str] | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sdcwatch-watchdog", daemon=True)
-        self._thread.start()
+        # Apart, because a store that does not answer must not keep a hang from being seen.
+        self._threads = [
+            threading.Thread(target=self._watch, name="sdcwatch-watchdog", daemon=True),
+            threading.Thread(target=self._answer, name="sdcwatch-roll-call", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def enter(self, step: int) -> None:
         """The training thread goes where it may hang."""
@@ -61,18 +69,20 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching."""
         self._stop.set()
-        self._thread.join(timeout=1.0)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
 
-    def _run(self) -> None:
+    def _answer(self) -> None:
+        while not self._stop.wait(self._poll_seconds):
+            with contextlib.suppress(Exception):  # the store may be back at the next look
+                self._rolls.answer()
+
+    def _watch(self) -> None:
         while not self._stop.wait(self._poll_seconds):
             since, step = self._since, self._step
-            try:
-                self._rolls.answer()
-                if since is not None and time.monotonic() - since > self._hang_seconds:
+            if since is not None and time.monotonic() - since > self._hang_seconds:
+                with contextlib.suppress(Exception):  # what it tells must not end the watch
                     self._hang(step, since)
-            except Exception:  # the store is gone: the rank that hosts it has ended
-                if since is None:
-                    return
 
     def explain(self, error: BaseException) -> RankGone | None:
         """Who is missing, if a collective of DDP broke; called from the training thread.
@@ -100,28 +110,51 @@ class Watchdog:
     def _hang(self, step: int, since: float) -> None:
         if self._reported == step:
             return
-        self._reported = step
+        patience = threading.Timer(
+            self._rolls.window_seconds + _STORE_SECONDS, self._leave_unanswered, (step, since)
+        )
+        patience.daemon = True
+        if self._leave:
+            patience.start()
         found = self._roll_call(step, since)
+        patience.cancel()
         if self._since != since:  # it went on meanwhile: slow, not hung
             return
-        self._found = found
-        self._report(found[0])
-        if self._leave:
-            os._exit(EXIT_HANG)
+        self._reported, self._found = step, found
+        self._tell(found[0])
+
+    def _leave_unanswered(self, step: int, since: float) -> None:
+        if self._since == since:
+            self._tell(self._record(step, since, (), {"store": "did not answer"}))
+
+    def _tell(self, hang: Hang) -> None:
+        try:
+            self._report(hang)
+        finally:
+            if self._leave:
+                os._exit(EXIT_HANG)
 
     def _roll_call(self, step: int, since: float) -> tuple[Hang, str]:
-        where = f"the backward of step {step}"
-        absent, known, problem = self._rolls.call(where)
+        absent, known, problem = self._rolls.call(_where(step))
         left = {str(rank): text for rank, text in known.items()}
         if problem:
             left["store"] = problem
-        hang = Hang(
+        hang = self._record(step, since, absent, left)
+        return hang, what_is_known(absent, known, problem)
+
+    def _record(
+        self, step: int, since: float, absent: tuple[int, ...], left: dict[str, str]
+    ) -> Hang:
+        return Hang(
             step=step,
             time=time.time(),
             reporter=self._rolls.rank,
-            where=where,
+            where=_where(step),
             absent=absent,
             left=left,
             waited_seconds=round(time.monotonic() - since, 1),
         )
-        return hang, what_is_known(absent, known, problem)
+
+
+def _where(step: int) -> str:
+    return f"the backward of step {step}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,20 +39,37 @@ class Forward:
 
     Attributes:
         pending: What was captured of it.
-        loss: Its loss, while somebody holds it.
+        graph: Dead once neither its loss nor anything computed from it can run a backward.
         value: Its loss's value, detached, on its device.
         synchronises: DDP will reduce gradients in its backward.
     """
 
     pending: Pending
-    loss: weakref.ref[torch.Tensor]
+    graph: weakref.ref[Any]
     value: torch.Tensor
     synchronises: bool
 
     @property
     def abandoned(self) -> bool:
         """Its backward never ran and never will."""
-        return self.pending.backwards == 0 and self.loss() is None
+        return self.pending.backwards == 0 and self.graph() is None
+
+
+class _Alive:
+    """Lives as long as a node of the autograd graph."""
+
+
+def graph_of(loss: torch.Tensor) -> weakref.ref[Any]:
+    """A reference that dies with the graph of `loss`, not with the tensor itself.
+
+    ``0.5 * guard.forward(a) + 0.5 * guard.forward(b)`` lets go of the tensors and keeps the graphs.
+    """
+    if loss.grad_fn is None:
+        return weakref.ref(loss)
+    alive = _Alive()
+    metadata: Any = loss.grad_fn.metadata
+    metadata["sdcwatch"] = alive
+    return weakref.ref(alive)
 
 
 @dataclass(slots=True)
@@ -63,7 +81,6 @@ class StepWindow:
         forwards: Its micro-batches in order.
         decision: None until the synchronising backward has ended.
         updated: The optimizer has stepped, or was made to skip.
-        weights_checked: Check 3 ran after the update of this step and passed.
         started: When it began, in seconds of `time.perf_counter`.
     """
 
@@ -71,7 +88,6 @@ class StepWindow:
     forwards: list[Forward] = field(default_factory=list)
     decision: Decision | None = None
     updated: bool = False
-    weights_checked: bool = False
     started: float = field(default_factory=time.perf_counter)
 
     def drop_abandoned(self) -> None:
@@ -84,6 +100,12 @@ class StepWindow:
     def finished_forwards(self) -> list[Forward]:
         """Forwards whose backward has run."""
         return [f for f in self.forwards if f.pending.backwards > 0]
+
+    def recorded(self, *, audit: bool) -> bool:
+        """Whether the synchronising backward came from guard.forward; captured, if `audit`."""
+        return any(
+            f.synchronises and (f.pending.audit or not audit) for f in self.finished_forwards
+        )
 
     @property
     def loss_gradient(self) -> torch.Tensor | None:

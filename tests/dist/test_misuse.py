@@ -29,6 +29,7 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
+from sdcwatch.core.wording import list_ranks
 from sdcwatch.errors import CorruptionDetected, SchemaMismatch
 from sdcwatch.testing import GlooPool
 
@@ -157,7 +158,7 @@ def test_an_audit_step_without_guard_forward_is_not_run_and_made_up_for(
 ) -> None:
     left = same(pool.run(forgetting, WORLD, str(tmp_path), who, (4,)))
     assert left["verdicts"] == [(4, "replay", "not_run", ())]
-    assert "guard.forward was not called once on every rank" in left["reasons"][0]
+    assert f"did not call guard.forward on {list_ranks(who)}" in left["reasons"][0]
     assert (left["audited"], left["skips"]) == (8, [])
 
 
@@ -479,6 +480,4 @@ def test_a_rank_that_runs_out_of_inputs_under_join_is_not_blamed(
 ) -> None:
     rows = pool.run(uneven, WORLD, str(tmp_path))
     assert [steps for _, steps, _ in rows] == [9, 5, 9]
-    assert rows[0][0] == rows[2][0] == [(6, "replay", "not_run", ())]
-    assert rows[1][0] == []
-    assert "run out of inputs" in rows[0][2][0]
+    assert [verdicts for verdicts, _, _ in rows] == [[], [], []]
