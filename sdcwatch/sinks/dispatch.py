@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING
 
 from sdcwatch.sinks.base import Sink, SinkCounts, catalogue_name
@@ -147,7 +148,11 @@ class Dispatcher:
         self.linger_seconds = linger_seconds
         self._pid = os.getpid()
         self._closed = False
-        self._one_at_a_time = threading.Lock()
+        # Re-entrant: a signal handler that closes the guard runs inside what it interrupted.
+        self._one_at_a_time = threading.RLock()
+        self._waiting: deque[Record] = deque()
+        self._emitting: int | None = None  # the thread that does
+        self._close_after: float | None = None
         self._direct = [(sink, SinkCounts(catalogue_name(sink.name))) for sink in direct]
         self._lanes = [_Lane(s, SinkCounts(catalogue_name(s.name)), queue_size) for s in sinks]
         _release_in_children(self)
@@ -170,8 +175,25 @@ class Dispatcher:
         if os.getpid() != self._pid:
             return
         with self._one_at_a_time:  # the watchdog reports from a thread of its own
-            for sink, counts in self._direct:
-                self._emit_direct(sink, counts, record)
+            self._waiting.append(record)
+            if self._emitting is None:  # else in a signal handler: whom it interrupted goes on
+                self._emit_waiting()
+
+    def _emit_waiting(self) -> None:
+        try:
+            self._emitting = threading.get_ident()
+            while self._waiting:
+                self._give(self._waiting.popleft())
+        finally:  # also if a signal handler raised
+            while self._waiting:
+                self._give(self._waiting.popleft())
+            self._emitting = None
+            if self._close_after is not None:
+                self.close(self._close_after)
+
+    def _give(self, record: Record) -> None:
+        for sink, counts in self._direct:
+            self._emit_direct(sink, counts, record)
         for lane in self._lanes:
             if self._closed:
                 lane.counts.dropped["closed"] += 1
@@ -205,6 +227,8 @@ class Dispatcher:
     def close(self, timeout_seconds: float | None = None) -> None:
         """Drain and close every sink within the budget; the second call does nothing.
 
+        In a signal handler that interrupted `emit`, it takes place when that is done.
+
         Args:
             timeout_seconds: Budget instead of `close_seconds`.
 
@@ -213,8 +237,11 @@ class Dispatcher:
         """
         if self._closed or os.getpid() != self._pid:
             return
-        self._closed = True
         budget = self.close_seconds if timeout_seconds is None else timeout_seconds
+        if self._emitting == threading.get_ident():
+            self._close_after = budget
+            return
+        self._closed = True
         for lane in self._lanes:
             lingers = bool(getattr(lane.sink, "lingers", False))
             lane.begin_close(budget + (self.linger_seconds if lingers else 0.0))

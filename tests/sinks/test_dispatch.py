@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -6,7 +8,7 @@ import pytest
 
 from sdcwatch.sinks.base import SinkCounts
 from sdcwatch.sinks.dispatch import Dispatcher
-from sdcwatch.sinks.jsonl import JsonlSink
+from sdcwatch.sinks.jsonl import JsonlSink, read_records
 
 
 def test_every_sink_gets_every_record_in_order(doubles, feed, faulty_run):
@@ -257,3 +259,71 @@ def test_names_of_sinks_outside_the_catalogue_are_counted_as_other(doubles):
     assert [counts.sink for counts in dispatcher.counts] == ["other"]
     assert isinstance(dispatcher.counts[0], SinkCounts)
     dispatcher.close()
+
+
+SIGNALLED = """
+import os, pathlib, signal, sys
+from sdcwatch.core.records import Note
+from sdcwatch.sinks.dispatch import Dispatcher
+from sdcwatch.sinks.jsonl import JsonlSink
+
+def note(code):
+    return Note(step=1, time=1.0, code=code, message="")
+
+class Interrupted:
+    name = "interrupted"
+    def emit(self, record):
+        if record.code == "first":
+            os.kill(os.getpid(), signal.SIGTERM)
+    def close(self, timeout_seconds):
+        os.write(1, b"closed\\n")
+
+class Silent:
+    name = "silent"
+    def emit(self, record):
+        os.write(1, f"served {{record.code}}\\n".encode())
+    def close(self, timeout_seconds):
+        os.write(1, b"closed\\n")
+
+def stop(number, frame):
+    dispatcher.emit(note("last"))
+    dispatcher.close()
+    dispatcher.close()
+    if {exits!r}:
+        sys.exit(7)
+
+dispatcher = Dispatcher([Silent()], direct=[Interrupted(), JsonlSink(pathlib.Path({log!r}))])
+signal.signal(signal.SIGTERM, stop)
+dispatcher.emit(note("first"))
+dispatcher.emit(note("late"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("exits", "code", "written"), [(False, 0, "first last"), (True, 7, "last")]
+)
+def test_a_signal_that_closes_while_a_record_is_written_loses_no_later_one_and_blocks_nothing(
+    tmp_path, exits, code, written
+):
+    log = tmp_path / "events.jsonl"
+    script = SIGNALLED.format(log=str(log), exits=exits)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert [record.code for record in read_records(tmp_path)] == written.split()
+    assert done.stdout.splitlines().count("closed") == 2
+    assert "served last" in done.stdout
+    assert "late" not in done.stdout
+
+
+def test_a_thread_that_emits_does_not_put_off_the_close_of_another(doubles, start):
+    slow, other = doubles.blocking(), doubles.recording()
+    dispatcher = Dispatcher([other], direct=[slow])
+    thread = threading.Thread(target=dispatcher.emit, args=(start,))
+    thread.start()
+    assert slow.entered.wait(5)
+    dispatcher.close()
+    assert other.closed == 1
+    slow.release.set()
+    thread.join()
