@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.errors import ConfigurationError, SdcwatchError
+from sdcwatch.guard.identity import is_compiled, unguarded_parameters
 
 QUIET: dict[str, Any] = {"telemetry": "off", "console": False}
 
@@ -139,6 +140,86 @@ def test_lbfgs_by_name_also_inside_a_wrapper(bench: Bench) -> None:
     assert "a different number of times on each rank" in message
     bench.optimizer = Wrapper(bench.optimizer)
     assert bench.refused() == message
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Known by its name: importing the real one would load what most runs never use."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class DTensor(nn.Parameter):
+    """Known by its name."""
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Known by its name."""
+
+
+class MyZero(ZeroRedundancyOptimizer):
+    """A subclass is one too."""
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential])
+@pytest.mark.parametrize("audit_every", [100, None])
+def test_a_fully_sharded_model(bench: Bench, wrap: Any, audit_every: int | None) -> None:
+    bench.model = wrap(FullyShardedDataParallel(bench.net))
+    bench.options["audit_every"] = audit_every
+    message = bench.refused()
+    assert "whole model, but got FullyShardedDataParallel. Train with Distr" in message
+
+
+def test_parameters_that_are_sharded(bench: Bench) -> None:
+    bench.net.bias = DTensor(torch.zeros(2))
+    bench.optimizer = torch.optim.SGD(bench.net.parameters(), lr=0.1)
+    bench.model = bench.net
+    message = bench.refused()
+    assert "but got DTensor parameters, the first of 1 is bias." in message
+    assert "without fully_shard or tensor parallelism" in message
+
+
+@pytest.mark.parametrize("kind", [ZeroRedundancyOptimizer, MyZero])
+def test_an_optimizer_that_shards_its_state(bench: Bench, kind: Any) -> None:
+    bench.optimizer = kind(bench.net.parameters(), lr=0.1)
+    message = bench.refused()
+    assert "but got ZeroRedundancyOptimizer. Pass the optimizer that it shards" in message
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, on import
+def test_the_names_by_which_sharding_is_known_are_those_of_torch(bench: Bench) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as Sharded
+    from torch.distributed.optim import ZeroRedundancyOptimizer as Zero
+    from torch.distributed.tensor import DTensor as Tensor
+
+    for stand_in, real in (
+        (FullyShardedDataParallel, Sharded),
+        (ZeroRedundancyOptimizer, Zero),
+        (DTensor, Tensor),
+    ):
+        assert stand_in.__name__ == real.__name__
+    bench.optimizer = Zero(bench.net.parameters(), torch.optim.SGD, lr=0.1)
+    assert "but got ZeroRedundancyOptimizer" in bench.refused()
+
+
+def test_trainable_parameters_without_an_optimizer_are_named() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    net[2].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([*net[0].parameters(), net[1].weight], lr=0.1)
+    assert unguarded_parameters(net, optimizer) == ["1.bias", "2.weight"]
+    optimizer.add_param_group({"params": [net[1].bias, net[2].weight]})
+    assert unguarded_parameters(net, optimizer) == []
+
+
+def test_a_model_is_compiled_around_ddp_within_it_or_in_place(bench: Bench) -> None:
+    ddp = bench.model
+    assert not is_compiled(ddp, bench.net)
+    assert is_compiled(torch.compile(ddp, backend="eager"), bench.net)
+    inner = nn.Sequential(torch.compile(bench.net, backend="eager"))
+    assert is_compiled(inner, inner)
+    bench.net.compile(backend="eager")
+    assert is_compiled(ddp, bench.net)
 
 
 @pytest.mark.parametrize("name", ["audit_every", "fingerprint_every", "checkpoint_every"])
