@@ -210,13 +210,17 @@ def test_the_stance_is_applied_and_restored_once():
 
 def test_the_stance_that_the_user_had_comes_back_also_after_an_exception():
     eager = EagerStance()
+
+    def audit():
+        try:
+            eager.apply()
+            raise KeyError
+        finally:
+            eager.restore()
+
     with torch.compiler.set_stance("eager_on_recompile"):
         with pytest.raises(KeyError):
-            try:
-                eager.apply()
-                raise KeyError
-            finally:
-                eager.restore()
+            audit()
         assert stance() == "eager_on_recompile"
     assert stance() == "default"
 
