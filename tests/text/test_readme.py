@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -7,6 +8,29 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from sdcwatch.core.arbitration import REPEATS
+from sdcwatch.core.blame import AuditFacts, Bad, judge_audit
+from sdcwatch.core.majority import judge_fingerprints
+from sdcwatch.core.records import (
+    CheckpointEvent,
+    CheckpointResult,
+    GateReason,
+    GuardState,
+    Record,
+    RunStarted,
+    StateChanged,
+)
+from sdcwatch.core.summary import fold
+from sdcwatch.core.topology import RankInfo, Topology
+from sdcwatch.demo import closing
+from sdcwatch.demo.closing import print_grade
+from sdcwatch.demo.lines import line_of
+from sdcwatch.demo.model import GPT, GPTConfig
+from sdcwatch.guard.audit import AuditResult
+from sdcwatch.guard.verdicts import Verdicts
+from sdcwatch.report.grade import Grade, GradedFault, Planted
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,9 +77,119 @@ def test_the_readme_fits_on_a_few_screens() -> None:
     assert len(README.splitlines()) <= 150
 
 
-def test_the_sample_in_the_readme_is_one() -> None:
-    assert "@@" not in README
-    assert "SUSPECT" in README
+def _sample() -> list[str]:
+    """The lines of the sample, each as it was before it was folded."""
+    (text,) = re.findall(r"From its output:\n\n```text\n(.*?)```", README, flags=re.DOTALL)
+    return re.sub(r"\n {11}", " ", text).splitlines()
+
+
+def _topology() -> Topology:
+    places = ((rank, rank // 2, rank % 2) for rank in range(6))
+    return Topology(
+        tuple(
+            RankInfo(
+                rank=rank,
+                node=f"sim-node-{node}",
+                host="host",
+                local_rank=local,
+                pid=1,
+                instance_id=f"sim-node-{node}",
+            )
+            for rank, node, local in places
+        ),
+        "node",
+    )
+
+
+def _audit_of_a_bad_rank() -> AuditFacts:
+    """Rank 3 is wrong as producer and as replayer, and so are all of its repeats."""
+    right, wrong = ("ok",) * REPEATS, ("bad",) * REPEATS
+    return AuditFacts(
+        comparisons_total=6,
+        bad=(Bad(3, 5, "bad", "ok"), Bad(1, 3, "ok", "bad")),
+        arbitration={3: {0: "ok", 4: "ok"}, 1: {4: "ok", 5: "ok"}},
+        repeats={(3, 3): wrong, (5, 3): right, (0, 3): right}
+        | {(3, 1): wrong, (1, 1): right, (4, 1): right},
+    )
+
+
+def _records() -> list[Record]:
+    """What the demo's guard records, as far as the sample shows it."""
+    topology, verdicts = _topology(), Verdicts(_topology(), observing=False)
+    names = [name for name, _ in GPT(GPTConfig()).named_parameters()]
+    audit = AuditResult(judge_audit(_audit_of_a_bad_rank(), topology), (), 6)
+    tables = [
+        [(int(rank == 5 and name == "blocks.3.mlp.2.weight"), 0) for name in names]
+        for rank in range(6)
+    ]
+    weights = verdicts.fingerprint(160, judge_fingerprints(names, tables), len(names))
+    start = RunStarted(
+        step=120,
+        time=1.0,
+        run="demo",
+        version="",
+        ranks=topology.ranks,
+        fault_domain="node",
+        mode="enforce",
+        on_failure="skip",
+        audit_every=20,
+        fingerprint_every=5,
+        checkpoint_every=40,
+        max_audit_age=0,
+        quorum=2,
+        parameters=1,
+        parameter_bytes=4,
+    )
+    saved = [_checkpoint(step, GateReason.OK) for step in (40, 80, 120)]
+    return [
+        *saved,
+        verdicts.replay(60, audit),
+        weights,
+        StateChanged(
+            step=160,
+            time=1.0,
+            state=GuardState.TAINTED,
+            reason="the replicas hold different weights",
+        ),
+        _checkpoint(160, GateReason.FINGERPRINT, weights.reason),
+        start,
+        _checkpoint(160, GateReason.OK),
+    ]
+
+
+def _checkpoint(step: int, reason: GateReason, detail: str = "") -> CheckpointEvent:
+    saved = reason is GateReason.OK
+    result = CheckpointResult.SAVED if saved else CheckpointResult.WITHHELD
+    return CheckpointEvent(step=step, time=1.0, result=result, reason=reason, detail=detail)
+
+
+def _closing_lines(records: list[Record]) -> list[str]:
+    planted = Planted(
+        name="fault", where="weight", ranks=(1,), first_step=1, last_step=1, expected="miss"
+    )
+    graded = Grade(tuple(GradedFault(planted, (), ok=True) for _ in range(5)), (), ())
+    console = Console(file=io.StringIO(), width=200)
+    print_grade(graded, console)
+    return [
+        console.file.getvalue().splitlines()[-1],  # type: ignore[attr-defined]
+        closing._checkpoints(records, fold(records)).plain,
+    ]
+
+
+def test_the_sample_in_the_readme_is_what_the_demo_prints() -> None:
+    records = _records()
+    lines = [line.plain for r in records if (line := line_of(r)) is not None]
+    printed = [line for line in lines if "checkpoint saved" not in line] + _closing_lines(records)
+
+    sample = _sample()
+    whole = [line for line in sample if not line.endswith("...")]
+
+    assert len(whole) == len(sample) - 2
+    for shown, line in zip(sample, printed, strict=True):
+        if shown.endswith("..."):
+            assert line.startswith(shown.removesuffix("..."))
+        else:
+            assert shown == line
 
 
 @pytest.mark.timeout(180)
