@@ -13,7 +13,8 @@
 
 The four that stop a run derive from `SystemExit` as well as from `Exception`: left uncaught they
 end the process with a code of their own, so that a launcher can tell a finding from a crash, and
-``except Exception`` still catches them. The guard prints the finding before it raises.
+``except Exception`` still catches them. The guard prints the finding before it raises, whatever
+`console` says.
 """
 
 from __future__ import annotations
