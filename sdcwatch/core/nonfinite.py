@@ -43,6 +43,7 @@ class RankFinite:
         weights: In its weights, or in buffers that its forward reads.
         buckets_reduced: Gradient buckets that DDP reduced in this backward.
         buckets_expected: Gradient buckets of the model.
+        reduced_nan: The reduced gradient holds a NaN: no overflow of a sum makes one.
         loss_scaled: A loss scale was in the gradient that arrived at its loss.
     """
 
@@ -54,6 +55,7 @@ class RankFinite:
     buckets_reduced: int
     buckets_expected: int
     loss_scaled: bool = False
+    reduced_nan: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class _Sight:
     loss: tuple[int, ...]
     reduced: tuple[int, ...]
     scaled: frozenset[int]
+    nan: bool
     world: int
 
     @property
@@ -130,6 +133,7 @@ def _sight(facts: Sequence[RankFinite]) -> _Sight:
         loss=tuple(f.rank for f in facts if f.loss),
         reduced=tuple(f.rank for f in facts if f.reduced),
         scaled=frozenset(f.rank for f in facts if f.loss_scaled),
+        nan=any(f.reduced_nan for f in facts),
         world=len(facts),
     )
 
@@ -233,7 +237,7 @@ def _judge_reduction(seen: _Sight, topology: Topology) -> NonfiniteJudgement:
         reason = (
             f"reduction on {list_ranks(reduced)} is not finite, while it is finite on all others"
         )
-    elif len(reduced) == seen.world == len(seen.scaled):
+    elif len(reduced) == seen.world == len(seen.scaled) and not seen.nan:
         reason = "the reduction overflows under the loss scale: every local gradient is finite"
         return NonfiniteJudgement(
             Outcome.REPRODUCIBLE, Origin.REDUCED, Cause.SCALING, (), reduced, reason

@@ -98,6 +98,12 @@ def _is_poisoned(buffer: torch.Tensor) -> bool:
     return bool((values.isnan() | values.isposinf()).any())
 
 
+def gradients_hold_nan(guarded: Guarded) -> bool:
+    """Whether a reduced gradient holds a NaN rather than an infinity; only asked then."""
+    values = (g.coalesce().values() if g.is_sparse else g for g in _gradients(guarded))
+    return any(bool(torch.isnan(v).any()) for v in values)
+
+
 def own_step(parts: Parts, window: StepWindow) -> OwnStep | None:
     """What was captured of the synchronising backward; None if it cannot be replayed."""
     captured = [

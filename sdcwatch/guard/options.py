@@ -17,6 +17,8 @@ _OF_ONE_RANK = frozenset(
     ("run", "run_dir", "node", "instance_id", "gpu_uuid", "comm_hook", "telemetry", "console")
 )
 """Options that may differ: everything else decides when a rank meets the others."""
+_SAID_BY_DESYNC = frozenset(("start_step",))
+"""The first header compares steps, and its error says which rank is at which."""
 
 
 def require_same_options(exchange: Exchange, config: GuardConfig) -> None:
@@ -25,7 +27,7 @@ def require_same_options(exchange: Exchange, config: GuardConfig) -> None:
     Raises:
         ConfigurationError: They differ; raised on every rank, naming the options and the ranks.
     """
-    names = [f.name for f in fields(config) if f.name not in _OF_ONE_RANK]
+    names = [f.name for f in fields(config) if f.name not in _OF_ONE_RANK | _SAID_BY_DESYNC]
     message = json.dumps({name: repr(getattr(config, name)) for name in names}).encode()
     rows = [json.loads(r) for r in exchange.gather(message, "the comparison of options")]
     said = []

@@ -26,14 +26,20 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.schedule import audit_due
-from sdcwatch.errors import ConfigurationError, CorruptionDetected
+from sdcwatch.errors import CorruptionDetected
 from sdcwatch.guard.agreement import Code, Operation, agree, missing_ranks
 from sdcwatch.guard.assembly import Parts
 from sdcwatch.guard.audit import AuditResult, OwnStep
-from sdcwatch.guard.observe import gradient_homes, observe, own_step, weights_nonfinite
+from sdcwatch.guard.observe import (
+    gradient_homes,
+    gradients_hold_nan,
+    observe,
+    own_step,
+    weights_nonfinite,
+)
 from sdcwatch.guard.replicas import Replicas
 from sdcwatch.guard.skips import Skips
-from sdcwatch.guard.window import Decision, Forward, StepWindow, graph_of
+from sdcwatch.guard.window import Decision, Forward, StepWindow, graph_of, require_scalar
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -179,7 +185,11 @@ class Steps:
         parts.reporter.flush()
         with parts.reporter.timed(Check.NONFINITE, Phase.REPLAY):
             captured = [f.pending.finish().micro_batch for f in window.finished_forwards]
-            own = replace(own, weights=weights_nonfinite(parts.guarded))
+            own = replace(
+                own,
+                weights=weights_nonfinite(parts.guarded),
+                reduced_nan=gradients_hold_nan(parts.guarded),
+            )
             trusted = bool(parts.audits_off) or parts.preflight.coverage in (None, Coverage.FULL)
             judgement = parts.investigation.run(window.step, own, captured, trusted=trusted)
         if judgement.outcome is Outcome.PASS:  # the screen's sum overflowed; every value is finite
@@ -376,19 +386,3 @@ def ring_coverage(result: AuditResult) -> tuple[Coverage, str]:
     said = "; ".join((result.judgement.reason, *result.notes))
     coverage = Coverage.LOSS_ONLY if losses else Coverage.OFF
     return coverage, f"ranks do not compute the same bits: {said}"
-
-
-def require_scalar(loss: object) -> None:
-    """Check what `loss_fn` returned.
-
-    Raises:
-        ConfigurationError: It is no scalar tensor.
-    """
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return
-    got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else str(type(loss))
-    msg = (
-        f"Expected `loss_fn` to return a scalar tensor, but got {got}. Reduce the loss to one "
-        "number, for instance with .mean()."
-    )
-    raise ConfigurationError(msg)

@@ -11,6 +11,7 @@ import torch
 
 from sdcwatch.checks.capture import Pending
 from sdcwatch.core.records import Cause, Verdict
+from sdcwatch.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +113,19 @@ class StepWindow:
         """The gradient that arrived at the last loss; None once a check has used it up."""
         forwards = self.finished_forwards
         return forwards[-1].pending.loss_gradient if forwards else None
+
+
+def require_scalar(loss: object) -> None:
+    """Check what `loss_fn` returned.
+
+    Raises:
+        ConfigurationError: It is no scalar tensor.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else str(type(loss))
+    msg = (
+        f"Expected `loss_fn` to return a scalar tensor, but got {got}. Reduce the loss to one "
+        "number, for instance with .mean()."
+    )
+    raise ConfigurationError(msg)

@@ -18,7 +18,7 @@ def seen(world=6, short=(), **where):
             buckets_expected=2,
             **{
                 name: rank in where.get(name, ())
-                for name in ("local", "reduced", "loss", "weights", "loss_scaled")
+                for name in ("local", "reduced", "reduced_nan", "loss", "weights", "loss_scaled")
             },
         )
         for rank in range(world)
@@ -250,3 +250,9 @@ def test_the_loss_scale_explains_nothing_unless_every_rank_sees_the_value_and_sc
     facts = seen(reduced=reduced, loss_scaled=scaled)
     judgement = judge_nonfinite(facts, {}, topology("3x2"))
     assert (judgement.outcome, judgement.cause) == (outcome, Cause.REDUCTION)
+
+
+def test_a_nan_in_the_reduced_gradient_is_no_overflow_whatever_the_loss_scale(topology):
+    facts = seen(reduced=EVERY, reduced_nan=(2,), loss_scaled=EVERY)
+    judgement = judge_nonfinite(facts, {}, topology("3x2"))
+    assert (judgement.outcome, judgement.cause) == (Outcome.UNATTRIBUTED, Cause.REDUCTION)

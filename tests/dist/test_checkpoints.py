@@ -144,7 +144,7 @@ def withheld(rank: int, group: Any, run_dir: str, why: str) -> tuple[bool, list[
     [
         ("too old", (6, "withheld", "audit_too_old", 2)),
         ("not finite", (6, "withheld", "nonfinite", 2)),
-        ("audit failed", (8, "withheld", "replay", 4)),
+        ("audit failed", (8, "withheld", "replay", None)),  # nothing before it counts any more
         ("tainted", (7, "withheld", "tainted", 3)),
         ("weights", (6, "withheld", "tainted", 2)),
     ],
