@@ -49,8 +49,6 @@ class Action(str, Enum):
     NONE = "none"
     SKIP = "skip"
     """The update was skipped on every rank: gradients zeroed, weights and state untouched."""
-    TAINT = "taint"
-    """The run is tainted: every later checkpoint is withheld."""
     STOP = "stop"
     """All ranks stop with CorruptionDetected."""
     OBSERVE = "observe"

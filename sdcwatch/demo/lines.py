@@ -46,7 +46,6 @@ _CHECKPOINT_STYLE = {
 }
 _ACTION_WORDS = {
     "skip": "update skipped on every rank",
-    "taint": "run tainted",
     "stop": "all ranks stop",
     "observe": "observed only",
 }

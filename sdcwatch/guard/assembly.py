@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +290,8 @@ def _parts(  # noqa: PLR0913 - what _meet has found out
     audits_off: str,
 ) -> Parts:
     names = [name for name, _ in guarded.named]
-    policy = AuditPolicy(guarded.device, config.quorum, config.seed)
+    facts = partial(_facts, guarded)
+    policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts)
     replicas = ReplicaSet(exchange, lambda: guarded.replicated(buffers=config.buffers))
     return Parts(
         config=config,
@@ -306,7 +308,7 @@ def _parts(  # noqa: PLR0913 - what _meet has found out
             guarded.replay,
             names,
             rounds=config.preflight_micro_batches,
-            facts=lambda: _facts(guarded),
+            facts=facts,
         ),
         audit=RingAudit(exchange, topology, guarded.replay, names, policy=policy),
         investigation=NonfiniteInvestigation(exchange, topology, guarded.replay, guarded.device),

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sdcwatch.checks.determinism import environment_facts
 from sdcwatch.checks.payload import MicroBatch, PayloadDamaged
 from sdcwatch.checks.replay import ReplayResult
 from sdcwatch.core.blame import (
@@ -123,11 +122,13 @@ class AuditPolicy:
         device: Where received micro-batches go.
         quorum: Different ranks that must agree before another is named.
         seed: Seed of the pairing.
+        facts: What decides which kernels run on this rank.
     """
 
     device: torch.device
     quorum: int = 2
     seed: int = 0
+    facts: Callable[[], dict[str, str]] = dict
 
 
 class RingAudit:
@@ -152,7 +153,7 @@ class RingAudit:
     ) -> None:
         self._exchange, self._topology, self._replay = exchange, topology, replay
         self._names, self._device = tuple(names), policy.device
-        self._quorum, self._seed = policy.quorum, policy.seed
+        self._quorum, self._seed, self._facts = policy.quorum, policy.seed, policy.facts
         self._held: dict[int, MicroBatch] = {}
         self._seconds: dict[Phase, float] = {}
         self._strikes: list[tuple[int, int]] = []
@@ -336,7 +337,7 @@ class RingAudit:
         same = table is not None and value_of(table) == value_of(
             result_table(own.loss, own.gradients)
         )
-        message = {"same": same, "error": error, "environment": environment_facts(self._device)}
+        message = {"same": same, "error": error, "environment": self._facts()}
         rows = [json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), where)]
         notes = []
         unequal = [r for r, row in enumerate(rows) if not row["same"]]
@@ -379,7 +380,7 @@ def environment_differences(environments: Sequence[dict[str, str]]) -> list[str]
     for key in sorted({k for e in environments for k in e}):
         sides: dict[str, list[int]] = {}
         for rank, environment in enumerate(environments):
-            sides.setdefault(environment.get(key, "unknown"), []).append(rank)
+            sides.setdefault(environment.get(key, "not set"), []).append(rank)
         if len(sides) > 1:
             parts = [f"{value!r} on ranks {ranks}" for value, ranks in sides.items()]
             said.append(f"{key} differs: " + ", ".join(parts))

@@ -23,7 +23,7 @@ class Verdicts:
 
     Args:
         topology: Who is where.
-        observing: The guard reports and changes nothing.
+        observing: The guard reports and skips or stops nothing.
     """
 
     def __init__(self, topology: Topology, *, observing: bool) -> None:

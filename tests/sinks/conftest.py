@@ -201,7 +201,7 @@ def make_faulty_run(world_size=6):
         progress(50, [(Check.FINGERPRINT, Outcome.SUSPECT)], disagreements=1),
         verdict(
             50, Check.FINGERPRINT, Outcome.SUSPECT, "rank 3 dissents from the majority of 6",
-            failed=True, action=Action.TAINT, tensors_total=4,
+            failed=True, action=Action.STOP, tensors_total=4,
             suspects=(
                 make_suspect(3, Check.FINGERPRINT, 50, ranks, bad=1, total=4,
                              tensors=("layer2.bias",)),
