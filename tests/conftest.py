@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files stay whole when tests run in parallel, and the gloo pool on one worker."""
     for item in items:
