@@ -6,6 +6,7 @@ This is the only module that reads the environment, and only when asked: `GuardC
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -187,7 +188,9 @@ class GuardConfig:
         """
         names = {f.name for f in fields(cls)}
         unknown = sorted(set(arguments) - names)
-        _expect(not unknown, f"options among {sorted(names)}", unknown, "Check the spelling.")
+        near = [n for u in unknown for n in difflib.get_close_matches(u, names, n=1)]
+        do = f"Perhaps you mean {', '.join(near)}." if near else "Check the spelling."
+        _expect(not unknown, f"options among {sorted(names)}", unknown, do)
         values = {n: os.environ[v] for n in names if (v := f"SDCWATCH_{n.upper()}") in os.environ}
         values.pop("comm_hook", None)
         return cls(**{**{n: _parse(n, v) for n, v in values.items()}, **arguments})

@@ -158,7 +158,9 @@ def choose_fault_domain(
     problem = pairing_problem(by_node)
     if nodes >= DOMAINS_TO_NAME and problem is None:
         return "node", ""
-    why = problem or f"{nodes} node{'s' * (nodes != 1)} cannot settle who is wrong"
+    why = problem or f"{nodes} nodes cannot settle who is wrong"
+    if nodes == 1:
+        why = "all ranks are on one node"
     return by_gpu.fault_domain, (
         f"Each GPU counts as its own fault domain because {why}; "
         f"a fault that a whole node shares can go unseen.{few}"

@@ -38,7 +38,7 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.core.summary import Fold
+from sdcwatch.core.summary import Fold, RunSummary
 from sdcwatch.core.wording import list_ranks
 
 PROGRESS_SECONDS = 1.0
@@ -224,6 +224,8 @@ class Reporter:
         """Flush, write the summary, and close the sinks within their budget."""
         self.flush()
         self._write_summary()
+        if self._console and self._summary_path is not None:
+            say(closing_line(self._fold.summary(), self._summary_path.parent))
         self._sink.close(timeout_seconds)
 
     def _progress(self, window: Window) -> Progress:
@@ -289,7 +291,20 @@ def describe(record: Record) -> str:
 
 
 def _verdict_line(v: Verdict) -> str:
-    return f"sdcwatch: step {v.step}: {v.check.value} {v.outcome.value}: {v.reason}"
+    who = ", ".join(f"rank {s.rank} on {s.node} ({s.gpu})" for s in v.suspects)
+    outcome = v.outcome.value.replace("_", " ") + (f" {who}" if who else "")
+    return f"sdcwatch: step {v.step}: {v.check.value} {outcome}: {v.reason}"
+
+
+def closing_line(summary: RunSummary, run_dir: Path) -> str:
+    """The last line of a run: a run in which something was found must not end looking healthy."""
+    good = summary.last_good_checkpoint_step
+    return (
+        f"sdcwatch: {summary.verdict.upper()}: {summary.reason.rstrip('.')}; "
+        f"{summary.steps_at_risk} steps at risk; "
+        f"last good checkpoint: {f'step {good}' if good else 'none'}; "
+        f"details: sdcwatch report {run_dir}"
+    )
 
 
 def _checkpoint_line(c: CheckpointEvent) -> str:
@@ -320,5 +335,6 @@ _LINES: dict[type[Record], Callable[..., str]] = {
 
 
 def announce(lines: Sequence[str]) -> None:
-    """One line saying where each thing goes."""
-    say("sdcwatch: " + "; ".join(lines))
+    """Say where each thing goes."""
+    for line in lines:
+        say(f"sdcwatch: {line}")

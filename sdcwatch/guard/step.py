@@ -67,6 +67,7 @@ class Steps:
         self._postponed = False
         self.skips = Skips(parts.guarded, parts.reporter, parts.config.max_consecutive_skips)
         self.error: BaseException | None = None
+        self._missing_since = -1
         if parts.audits_off:
             parts.preflight.decide(Coverage.OFF, parts.audits_off)
             self._arm()
@@ -94,8 +95,10 @@ class Steps:
             loss = guarded.loss_fn(guarded.model, batch)
             require_scalar(loss)
             pending.attach_loss(loss, lambda _: self._backward_begins() if synchronises else None)
-        except BaseException:
+        except BaseException as error:
             self.abandon()
+            if isinstance(error, TypeError) and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note("sdcwatch calls loss_fn(model, batch).")
             raise
         self._leave_danger()
         if pending.problem:
@@ -207,6 +210,10 @@ class Steps:
             self._postponed = True
             here = window.recorded(audit=True)
             ranks = missing_ranks(parts.exchange, f"the audit of step {step}", here=here)
+            again, self._missing_since = self._missing_since == step - 1, step
+            if again:  # said at the first of them; the rest is counted
+                parts.reporter.window.counts[(Check.REPLAY, Outcome.NOT_RUN)] += 1
+                return Decision()
             return self._say(parts.verdicts.without_record(step, ranks))
         own = own_step(parts, window)
         assert own is not None  # every rank has said so in the header

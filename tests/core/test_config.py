@@ -131,7 +131,7 @@ def test_a_variable_that_cannot_be_read_is_named(variable, text, monkeypatch):
 
 
 def test_an_option_that_does_not_exist_is_named():
-    with pytest.raises(ConfigurationError, match=r"audit_evry.*Check the spelling"):
+    with pytest.raises(ConfigurationError, match=r"audit_evry.*Perhaps you mean audit_every"):
         GuardConfig.from_env(audit_evry=3)
 
 

@@ -122,7 +122,7 @@ def test_thousands_of_ranks_are_paired_without_listing_every_pairing(topology):
         ("2x2", "node", "node", "With 2 nodes a replay mismatch is detected but names no rank"),
         ("1x4", "node", "node", "With 1 node a replay mismatch"),
         ("2x2", "auto", "gpu", "2 nodes cannot settle who is wrong"),
-        ("1x8", "auto", "gpu", "node-0 holds 8 of 8"),
+        ("1x8", "auto", "gpu", "all ranks are on one node"),
         ("4+1+1", "auto", "gpu", "node-0 holds 4 of 6"),
         ("2x1", "auto", "gpu", "With 2 ranks a replay mismatch names no rank"),
         ("2x1", "gpu", "gpu", "With 2 ranks a replay mismatch names no rank"),

@@ -1,0 +1,47 @@
+"""What a run says at its end, and of whom."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from sdcwatch.core.records import Check, Outcome, Record, Suspect, Verdict
+from sdcwatch.guard.reporter import Reporter, closing_line, describe
+
+
+class Nowhere:
+    """A sink that forgets."""
+
+    def emit(self, record: Record) -> None: ...
+
+    def close(self, timeout_seconds: float | None = None) -> None: ...
+
+
+def suspect_verdict() -> Verdict:
+    rank = Suspect(
+        rank=1, node="n0", instance_id="i-0", gpu="GPU-7", gpu_index=1, check=Check.REPLAY, bad=2,
+        total=2, first_step=2, last_step=2,
+    )  # fmt: skip
+    return Verdict(
+        step=2, time=time.time(), check=Check.REPLAY, outcome=Outcome.SUSPECT, reason="it was wrong",
+        failed=True, suspects=(rank,),
+    )  # fmt: skip
+
+
+def test_the_line_of_a_verdict_says_where_the_suspect_is() -> None:
+    assert "replay suspect rank 1 on n0 (GPU-7): it was wrong" in describe(suspect_verdict())
+
+
+def test_a_run_in_which_something_was_found_does_not_end_looking_healthy(
+    tmp_path: Path,
+) -> None:
+    reporter = Reporter(
+        Nowhere(), summary_path=tmp_path / "summary.json", console=True, start_step=0
+    )
+    reporter.step = 2
+    reporter.steps_at_risk = 2
+    reporter.emit(suspect_verdict())
+    line = closing_line(reporter._fold.summary(), tmp_path)
+    assert line.startswith("sdcwatch: SUSPECT: ")
+    assert "last good checkpoint: none" in line
+    assert line.endswith(f"sdcwatch report {tmp_path}")
