@@ -23,8 +23,8 @@ def suspect_verdict() -> Verdict:
         total=2, first_step=2, last_step=2,
     )  # fmt: skip
     return Verdict(
-        step=2, time=time.time(), check=Check.REPLAY, outcome=Outcome.SUSPECT, reason="it was wrong",
-        failed=True, suspects=(rank,),
+        step=2, time=time.time(), check=Check.REPLAY, outcome=Outcome.SUSPECT,
+        reason="it was wrong", failed=True, suspects=(rank,),
     )  # fmt: skip
 
 
