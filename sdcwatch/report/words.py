@@ -170,3 +170,8 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1000:.2f} ms"
+
+
+def sentence(text: str) -> str:
+    """`text` with a full stop, unless it ends in a mark already or is empty."""
+    return text if not text or text.endswith((".", "!", "?")) else f"{text}."

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from sdcwatch.core.records import Note, Progress, Record, RunFinished, RunStarted, Verdict
+from sdcwatch.core.records import (
+    Note,
+    PreflightDone,
+    Progress,
+    Record,
+    RunFinished,
+    RunStarted,
+    Verdict,
+)
 from sdcwatch.report.charts import loss_figure, ranks_figure
 from sdcwatch.report.grade import Planted, grade
 from sdcwatch.report.page import render, write_page
@@ -88,6 +96,13 @@ def test_the_page_fetches_nothing(story: list[Record]) -> None:
 
     assert references.found == []
     assert "default-src 'none'" in page
+
+
+@pytest.mark.parametrize("reason", ["equal bits, with your own kernels", "Equal bits."])
+def test_the_reason_of_preflight_ends_with_one_full_stop(story: list[Record], reason: str) -> None:
+    told = [replace(r, reason=reason) if isinstance(r, PreflightDone) else r for r in story]
+
+    assert f"{reason.rstrip('.')}. No mismatch in 30" in text_of(render(told))
 
 
 def test_names_from_a_run_cannot_become_markup(story: list[Record]) -> None:
