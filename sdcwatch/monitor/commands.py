@@ -99,4 +99,8 @@ def send_test_alert(alertmanager: str, minutes: float, path: Path | None, **opti
     except SdcwatchError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"Sent {alert['labels']['alertname']} to {alertmanager}.")
+    click.echo(
+        "Delivery takes up to the group_wait of its route: about 30 s with "
+        "alerts/alertmanager.example.yml."
+    )
     click.echo("It must arrive where pages arrive. If it does not, no other alert would.")

@@ -85,6 +85,15 @@ def alertmanager_config(example: Mapping[str, Any], webhook: str) -> dict[str, A
     return {**kept, "receivers": [_visible(r, webhook) for r in example.get("receivers", ())]}
 
 
+def with_short_waits(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` with a first route that waits for seconds: one person watches one run here.
+
+    Routes below it that set no times of their own follow it.
+    """
+    waits = {"group_wait": "5s", "group_interval": "10s"}
+    return {**settings, "route": {**settings["route"], **waits}}
+
+
 def _visible(receiver: Mapping[str, Any], webhook: str) -> dict[str, Any]:
     name = receiver["name"]
     integrations = [hook for key, hooks in receiver.items() if key != "name" for hook in hooks]

@@ -23,6 +23,7 @@ from sdcwatch.monitor.local_config import (
     datasource_config,
     prometheus_config,
     read_yaml,
+    with_short_waits,
     write_grafana,
     write_yaml,
 )
@@ -111,6 +112,7 @@ class StackConfig:
         dashboards: Directory of dashboards for Grafana; None where there are none.
         runbook: The runbook in Markdown, served by Prometheus as a page; None where there is none.
         datasource: UID of the data source that the dashboards preselect.
+        short_waits: Whether Alertmanager groups for seconds instead of the times it is given.
         start_seconds: How long a server may take to become healthy.
     """
 
@@ -123,6 +125,7 @@ class StackConfig:
     dashboards: Path | None
     runbook: Path | None
     datasource: str
+    short_waits: bool = False
     start_seconds: float = 60.0
 
     def __post_init__(self) -> None:
@@ -236,6 +239,8 @@ class LocalStack:
         directory = config.data_dir / "alertmanager"
         webhook = f"http://{LOOPBACK}:{config.ports.receiver}"
         content = alertmanager_config(read_yaml(config.alertmanager), webhook)
+        if config.short_waits:
+            content = with_short_waits(content)
         path = write_yaml(directory / "alertmanager.yml", content)
         command = (
             str(config.binaries.alertmanager),

@@ -161,6 +161,7 @@ class _Options:
             scrape=Scrape(targets=targets, file_sd=file_sd, interval_seconds=self.interval),
             rules=tuple(self.rules) or (ours.rules,),
             alertmanager=self.alertmanager or ours.alertmanager,
+            short_waits=self.alertmanager is None,
             dashboards=self.dashboards or ours.dashboards,
             runbook=self.runbook or find_runbook(),
             datasource=monitor.datasource,

@@ -16,6 +16,7 @@ from sdcwatch.monitor.local_config import (
     alertmanager_config,
     prometheus_config,
     read_yaml,
+    with_short_waits,
     write_yaml,
 )
 from sdcwatch.monitor.local_files import with_local_links, write_local_files
@@ -51,6 +52,21 @@ def test_the_example_keeps_its_routes_and_gets_our_webhook() -> None:
 
     wanted = alertmanager_settings(MonitorConfig(), "http://127.0.0.1:1234")
     assert alertmanager_config(example, "http://127.0.0.1:1234") == wanted
+
+
+def test_the_local_stack_waits_for_seconds_and_leaves_the_watchdog_alone() -> None:
+    example = yaml.safe_load(alertmanager_example(MonitorConfig()))
+    before = alertmanager_config(example, "http://127.0.0.1:9095")
+    after = with_short_waits(before)
+
+    assert (before["route"]["group_wait"], before["route"]["group_interval"]) == ("30s", "5m")
+    assert (after["route"]["group_wait"], after["route"]["group_interval"]) == ("5s", "10s")
+    assert after["route"]["routes"] == before["route"]["routes"]
+    page = next(r for r in after["route"]["routes"] if r["receiver"] == "page")
+    assert not {"group_wait", "group_interval"} & set(page)
+    assert {k: v for k, v in after.items() if k != "route"} == {
+        k: v for k, v in before.items() if k != "route"
+    }
 
 
 def test_a_receiver_that_swallows_alerts_stays_so_and_secrets_are_left_out() -> None:

@@ -69,6 +69,8 @@ def test_with_the_shipped_rules_the_watchdog_arrives_and_its_link_leads_to_the_r
 
     (alert,) = got[0]["alerts"]
     assert alert["labels"]["alertname"] == WATCHDOG
+    route = yaml.safe_load((running.data_dir / "alertmanager" / "alertmanager.yml").read_text())
+    assert route["route"]["group_wait"] == "5s"
     page, _, anchor = alert["annotations"]["runbook_url"].partition("#")
     assert page == places["Runbook"].replace("127.0.0.1", "localhost")
     with urlopen(places["Runbook"], timeout=5) as answer:
