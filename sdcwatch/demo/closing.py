@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sdcwatch.core.records import CheckpointEvent, CheckpointResult, Record, Verdict
+from sdcwatch.core.records import (
+    CheckpointEvent,
+    CheckpointResult,
+    Record,
+    RunStarted,
+    Verdict,
+)
 from sdcwatch.core.summary import RunSummary, fold
 from sdcwatch.core.wording import list_ranks
 from sdcwatch.demo.drift import read_drift, tell_drift
@@ -27,6 +33,8 @@ from sdcwatch.report.grade import Grade, GradedFault, grade, named_ranks
 from sdcwatch.report.read import read_run
 
 PLAN_NAME = "plan.yaml"
+_SCRAPED_PORT = 9464
+"""Where the local stack looks for a run unless told otherwise."""
 
 
 def close_guarded(
@@ -130,21 +138,38 @@ def _mark(fault: GradedFault, *, partial: bool) -> Text:
 
 
 def _checkpoints(records: Sequence[Record], summary: RunSummary) -> Text:
-    events = [r for r in records if isinstance(r, CheckpointEvent)]
-    by = {
-        result: [r.step for r in events if r.result is result]
-        for result in (CheckpointResult.SAVED, CheckpointResult.PROVISIONAL)
-    }
-    saved = sorted({s for steps in by.values() for s in steps})
+    """What became of each checkpoint, told by segment: a step repeats after a restart."""
+    parts = []
+    for number, (step, events) in enumerate(_segments(records)):
+        told = _kept(events)
+        parts.append(told if number == 0 else f"after the restart from step {step}: {told}")
+    last = summary.last_good_checkpoint_step
+    parts.append("last good: none" if last is None else f"last good: step {last}")
+    return Text.assemble(("Checkpoints: ", "bold"), "; ".join(parts))
+
+
+def _segments(records: Sequence[Record]) -> list[tuple[int, list[CheckpointEvent]]]:
+    """The step that each start of the run went on from, and its checkpoints until the next."""
+    segments: list[tuple[int, list[CheckpointEvent]]] = [(0, [])]
+    started = False
+    for record in records:
+        if isinstance(record, RunStarted):
+            if started or record.step:
+                segments.append((record.step, []))
+            started = True
+        elif isinstance(record, CheckpointEvent):
+            segments[-1][1].append(record)
+    return segments
+
+
+def _kept(events: Sequence[CheckpointEvent]) -> str:
+    results = (CheckpointResult.SAVED, CheckpointResult.PROVISIONAL)
+    saved = sorted({r.step for r in events if r.result in results})
     withheld = [
-        f"step {r.step} ({r.reason.value})" for r in events if r.result is CheckpointResult.WITHHELD
+        f"{r.step} ({r.reason.value})" for r in events if r.result is CheckpointResult.WITHHELD
     ]
-    return Text.assemble(
-        ("Checkpoints: ", "bold"),
-        f"saved at steps {', '.join(map(str, saved)) or 'none'}; ",
-        f"withheld: {', '.join(withheld) or 'none'}; ",
-        f"last good: step {summary.last_good_checkpoint_step or 'none'}",
-    )
+    told = f"saved {', '.join(map(str, saved))}" if saved else "none saved"
+    return f"{told}, withheld {', '.join(withheld)}" if withheld else told
 
 
 def _cost(summary: RunSummary) -> list[Text]:
@@ -188,12 +213,11 @@ def _next_commands(settings: DemoSettings, console: Console) -> None:
     run_dir = shlex.quote(str(settings.run_dir))
     check = f" --check {run_dir}/{PLAN_NAME}" if settings.plan is not None else ""
     _say(console, "\nNext:", style="bold")
-    for line in (
-        f"{command()} report {run_dir}{check}",
-        f"{command()} demo --unguarded",
-        f"{command()} stack up --local",
-    ):
-        _say(console, f"  {line}")
+    _say(console, f"  {command()} report {run_dir}{check}")
+    _say(console, f"  {command()} demo --unguarded")
+    _say(console, "Alerts, in two terminals beside each other:", style="bold")
+    _say(console, f"  {command()} stack up --local")
+    _say(console, f"  {command()} demo --serve --metrics-port {_SCRAPED_PORT}")
 
 
 def command() -> str:

@@ -81,10 +81,12 @@ def _run_line(record: Record) -> Text | None:
     match record:
         case RunStarted():
             nodes = len({r.node for r in record.ranks})
-            words = f"▶ guarding {len(record.ranks)} ranks on {nodes} nodes"
-            where = f"after step {record.step}, " if record.step else ""
+            guarding = f"guarding {len(record.ranks)} ranks on {nodes} nodes"
+            words = f"▶ {guarding}"
+            if record.step:
+                words = f"▶ restarted from the checkpoint of step {record.step}, {guarding}"
             detail = (
-                f": {where}audit every {record.audit_every}, "
+                f": audit every {record.audit_every}, "
                 f"weights every {record.fingerprint_every}, {record.parameters:,} parameters"
             )
             return _line(record.step, words, "bold", detail)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from sdcwatch.monitor.stack import DEFAULT_TARGET
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 SMALL = ["--nodes", "3", "--ranks-per-node", "1", "--steps", "21", "--wandb", "off"]
@@ -140,16 +142,19 @@ def test_a_tainted_run_resumes_from_the_last_good_checkpoint(
     run_dir, output, _ = graded_run
     resumed = output.partition("✗ run TAINTED")[2]
 
-    assert "▶ guarding 3 ranks on 3 nodes: after step 40" in resumed
+    assert "▶ restarted from the checkpoint of step 40, guarding 3 ranks on 3 nodes" in resumed
+    assert "Checkpoints: saved 40; after the restart from step 40: none saved" in resumed
     assert "■ ended: finished" in resumed
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-000040.pt"]
 
 
 def test_the_next_commands_can_be_pasted(graded_run: tuple[Path, str, int]) -> None:
     _, output, _ = graded_run
-    commands = [line.strip() for line in output.partition("Next:")[2].splitlines() if line.strip()]
+    lines = output.partition("Next:")[2].splitlines()
+    commands = [line.strip() for line in lines if line.startswith("  ")]
 
-    assert len(commands) == 3
+    assert len(commands) == 4
+    assert commands[3].endswith(f"--serve --metrics-port {DEFAULT_TARGET.rpartition(':')[2]}")
     pasted = subprocess.run(
         ["bash", "-c", commands[0]], capture_output=True, text=True, check=False
     )
