@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX_URL ?=
 ARGS ?=
-PYTEST_ARGS ?= --numprocesses 2 --dist loadgroup
+PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 # Compiling all of torch takes longer than importing the part that is used.
@@ -20,8 +20,10 @@ COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose 
 demo: $(VENV)/.demo
 	$(BIN)/sdcwatch demo $(ARGS)
 
+# Two at a time, because many tests wait for a server; the demo alone, because it fills the machine.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --ignore tests/demo --ignore tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/demo tests/e2e $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
