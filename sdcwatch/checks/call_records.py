@@ -1,0 +1,198 @@
+"""What a capture holds: calls that wait for their backward, backwards that run, what they leave."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdcwatch.checks import torch_internals as internals
+from sdcwatch.checks.call_payload import MicroBatch
+from sdcwatch.checks.gradients import GradientLog
+from sdcwatch.checks.module_state import Autocast, Generators, read_autocast, read_generators
+from sdcwatch.checks.serialise import Frozen, tensors_in
+from sdcwatch.checks.torch_internals import Edge
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What one backward left. Tensors are on the module's device; nothing was waited for.
+
+    Attributes:
+        calls: How many calls of the module got a gradient at an output.
+        audited: Every one of them was made on an audit step.
+        held_bytes: What it keeps from being freed until it is forgotten.
+        make: Makes `micro_batch`.
+        outputs: int64 (k, 2), digests of the outputs that got a gradient; None unless audited.
+        gradients: int64 (n, 2), one digest per parameter of the gradient of this backward, None
+            being a value; None unless audited.
+        screens: float32 (m,): the sums of the outputs, non-finite where an output holds a NaN or an
+            infinity, or where its sum overflows.
+        arrived: float32 (k,): the same of the gradients that arrived at outputs.
+        doors: Ways by which a gradient entered other than by outputs (audit steps).
+        roots_known: Whether side doors could be looked for.
+        weights: int64 (c + 1, 2): fingerprint of the weights at each call and now; None unless
+            audited. Equal rows, or somebody has written weights in between.
+    """
+
+    calls: int
+    audited: bool
+    held_bytes: int
+    make: Callable[[], MicroBatch] = field(repr=False)
+    outputs: Tensor | None = None
+    gradients: Tensor | None = None
+    screens: Tensor | None = None
+    arrived: Tensor | None = None
+    doors: tuple[str, ...] = ()
+    roots_known: bool = True
+    weights: Tensor | None = None
+
+    @functools.cached_property
+    def micro_batch(self) -> MicroBatch:
+        """The calls as a value. Of a plain step it is made, and copied, when first asked for.
+
+        Ask before the loop goes on: what it overwrites is not replayed.
+        """
+        return self.make()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Earlier backwards of a step.
+
+    Attributes:
+        backwards: In order, the latest ones as far as the limit allows.
+        dropped: How many earlier ones were not kept.
+    """
+
+    backwards: tuple[Backward, ...]
+    dropped: int
+
+
+class Alive:
+    """Lives as long as a node of the graph that holds it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class CallRecord:
+    """One call, from its beginning until its graph is gone."""
+
+    def __init__(self, args: Any, kwargs: Any, *, audit: bool) -> None:
+        self.audit = audit
+        self.args, self.kwargs = args, kwargs
+        self.versions = [
+            (t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()
+        ]
+        self.generators: Generators
+        self.generators_after: Generators
+        self.autocast: Autocast
+        self.region = 0
+        self.default_dtype = torch.get_default_dtype()
+        self.method = ""
+        self.problem = ""
+        self.released = False
+        self.frozen: Frozen | None = None
+        self.environment: dict[str, str] = {}
+        self.weights: Tensor | None = None
+        self.input_edges: tuple[Edge, ...] = ()
+        self.state_edges: tuple[Edge, ...] = ()
+        self.outputs = 0
+        self.returned_leaves: list[int] = []
+        self.digests: Tensor | None = None
+        self.screens: list[Tensor] = []
+        self.alive: weakref.ref[Alive] | None = None
+
+    @property
+    def dead(self) -> bool:
+        """No backward can run through it any more."""
+        return self.alive is not None and self.alive() is None
+
+    @property
+    def overwritten(self) -> bool:
+        """An input has been written into since the call."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it keeps from being freed."""
+        own = 0 if self.frozen is None else self.frozen.size_bytes
+        return own + sum(t.numel() * t.element_size() for t, _ in self.versions)
+
+    def release(self) -> None:
+        """Let go of the inputs."""
+        self.args = self.kwargs = None
+        self.versions = []
+        self.frozen = None
+        self.released = True
+        self.problem = self.problem or "its backward has run"
+
+
+class Arrivals:
+    """What arrived at the outputs of one call in one window."""
+
+    def __init__(self) -> None:
+        self.totals: dict[int, Any] = {}
+        self.inner: dict[int, list[Tensor]] = {}
+        self.versions: list[tuple[Tensor, int]] = []
+        self.leaves: dict[int, list[Tensor]] = {}
+
+    @property
+    def overwritten(self) -> bool:
+        """A gradient has been written into since it arrived."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it keeps from being freed."""
+        totals = self.totals.values()
+        return sum(t.size_bytes if isinstance(t, Frozen) else t.nbytes for t in totals)
+
+
+class BackwardWindow:
+    """One backward."""
+
+    def __init__(self, task: int, size: int, device: torch.device) -> None:
+        self.task = task
+        self.inside: set[int] = set()
+        self.generators = read_generators(device)
+        self.autocast = read_autocast(device)
+        self.log = GradientLog(size)
+        self.arrivals: dict[CallRecord, Arrivals] = {}
+        self.screens: list[Tensor] = []
+        self.kept_bytes = 0
+
+    @property
+    def reentrant(self) -> bool:
+        """Another backward ran inside."""
+        return bool(self.inside)
+
+
+class InertCopyHook:
+    """A hook that copies of the module do not carry: what is copied or pickled does nothing.
+
+    The stand-in is from the standard library, so that a pickled model loads without this package.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = internals.hidden_from_compiler(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the hook does on the module itself."""
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _stand_in()
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (sys.audit, "sdcwatch.copied_hook")
+
+
+def _stand_in() -> Callable[..., None]:
+    return functools.partial(sys.audit, "sdcwatch.copied_hook")

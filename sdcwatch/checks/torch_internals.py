@@ -1,0 +1,295 @@
+"""Every undocumented use of torch in the checks: each once, with what it relies on.
+
+Tests in ``tests/checks/test_torch_internals.py`` hold each of them; a new torch that changes one
+fails there first. All of it is present from torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+class Edge(NamedTuple):
+    """Where a gradient arrives: an input of a node of the autograd graph."""
+
+    node: Node
+    number: int
+
+
+class RunningBackward(NamedTuple):
+    """A backward that is going on, in any thread.
+
+    Attributes:
+        roots: The nodes it began from.
+        retains_graph: Whether its graph can be run through once more.
+    """
+
+    roots: tuple[Node, ...]
+    retains_graph: bool
+
+
+# --- the graph ---
+
+
+def edge_of(tensor: Tensor) -> Edge:
+    """The place where the gradient of a tensor arrives; of a leaf, its accumulation."""
+    edge = get_gradient_edge(tensor)
+    return Edge(edge.node, edge.output_nr)
+
+
+def accumulates(node: Node) -> bool:
+    """Whether a node adds to the `.grad` of a leaf."""
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def is_reentrant_checkpoint(node: Node) -> bool:
+    """Whether a node runs a backward of its own and so refuses `torch.autograd.grad`.
+
+    Such a checkpoint is a custom function, and every known one (torch, fairscale, Megatron) has
+    "Checkpoint" in its name.
+    """
+    return "Checkpoint" in node.name()
+
+
+def walk(roots: Iterable[Node], stop: Callable[[Node], bool] | None = None) -> set[Node]:
+    """Every node reached from `roots`, themselves included, not going through `stop`."""
+    seen: set[Node] = set()
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node in seen or (stop is not None and stop(node)):
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return seen
+
+
+def tags_of(node: Node, key: str) -> list[Any]:
+    """A list that lives as long as a node does: kept in its `metadata`, which is the node's own."""
+    metadata: Any = node.metadata
+    tags: list[Any] = metadata.setdefault(key, [])
+    return tags
+
+
+# --- the engine ---
+
+
+def current_graph_task() -> int:
+    """The number of the backward that runs in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def will_accumulate(nodes: Iterable[Node]) -> bool:
+    """Whether the backward of this thread adds to the `.grad` of any of these leaves.
+
+    The engine is asked, as `torch.autograd.graph.register_multi_grad_hook` does. About a leaf it
+    refuses to answer inside `torch.autograd.grad`, which adds to none.
+    """
+    try:
+        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:
+        return False
+
+
+def running_backwards() -> list[RunningBackward]:
+    """The backwards that are going on, read off the stacks of all threads.
+
+    The engine does not tell its roots. `torch.autograd.backward` and `Tensor.backward` wait in
+    ``torch.autograd.graph._engine_run_backward`` with the roots in a local variable; looking there
+    changes nothing, where wrapping `torch.autograd.backward` would change what every other caller
+    sees. On a GPU hooks run in other threads than the caller, hence all of them.
+    """
+    code = getattr(torch.autograd.graph._engine_run_backward, "__code__", None)
+    found = []
+    for top in sys._current_frames().values():
+        frame = top
+        while frame is not None:
+            if frame.f_code is code:
+                found.append(_read(frame.f_locals))
+            frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _read(variables: Any) -> RunningBackward:
+    given, rest = variables["t_outputs"], variables["args"]
+    roots = [root.grad_fn if isinstance(root, Tensor) else root.node for root in given]
+    retains = bool(rest[1]) if len(rest) > 1 else True
+    return RunningBackward(tuple(root for root in roots if root is not None), retains)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward of this thread has ended, behind DDP's finalisation.
+
+    Queued twice: DDP queues its own callback at the last gradient, later than ours is queued.
+    """
+    _ENGINE.queue_callback(lambda: _ENGINE.queue_callback(callback))
+
+
+# --- modes ---
+
+
+def in_functorch() -> bool:
+    """Whether code runs under `torch.func`: vmap, grad, jvp and the like."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def dispatch_modes_off() -> AbstractContextManager[Any]:
+    """Hide what is done inside from dispatch modes of the user's, such as counters of FLOPs."""
+    return _disable_current_modes()
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether hooks pack what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@functools.lru_cache(maxsize=4)
+def _one(kind: str) -> Tensor:
+    return torch.ones((1, 1), device=kind, requires_grad=True)
+
+
+def cached_cast(kind: str) -> Node | None:
+    """The node of autocast's cached cast of one leaf; the same as long as one region lasts.
+
+    Autocast keeps its casts of float32 leaves until the outermost region ends. So two calls in one
+    region see one node and share their casts, which adds their gradients up in the lower precision.
+
+    Args:
+        kind: Type of the device.
+
+    Returns:
+        None where nothing is cast or kept.
+    """
+    if not (torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled()):
+        return None
+    with torch.enable_grad():
+        product = torch.mm(_one(kind), _one(kind))
+    return None if product.grad_fn is None else product.grad_fn.next_functions[0][0]
+
+
+# --- compiled modules ---
+
+
+def hidden_from_compiler(function: _F) -> _F:
+    """`function`, not traced by torch.compile. DDP has loaded the compiler already, if it is there.
+
+    Importing it takes seconds, so it is not asked for where nobody has.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    hidden: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return hidden
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` has put in place of the module's call; None where it has not."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Replace what `compiled_call` returns."""
+    module._compiled_call_impl = call
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module, or one inside it, runs through torch.compile."""
+    return any(
+        type(inner).__name__ == "OptimizedModule" or compiled_call(inner) is not None
+        for inner in module.modules()
+    )
+
+
+@contextmanager
+def no_recompilation() -> Iterator[None]:
+    """Compiled code that would have to be compiled again raises, see `is_recompilation`."""
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
+
+
+def is_recompilation(error: BaseException) -> bool:
+    """Whether an error was raised because of `no_recompilation`."""
+    return "fail_on_recompile" in str(error) or "Recompile" in type(error).__name__
+
+
+# --- modules ---
+
+
+def calls_in_progress(module: nn.Module) -> int:
+    """How often a module is on the stack of this thread: what nn.Module's own call says."""
+    codes = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        if frame.f_code is codes[0] and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+# --- process groups ---
+
+
+def collective_counts() -> dict[str, int]:
+    """How many collectives each process group of this rank has begun.
+
+    A group counts its own operations for the flight recorder; reading the count sends nothing.
+    """
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(distributed, "_world", None)
+    if world is None:
+        return {}
+    names = {group: world.pg_names.get(group, str(id(group))) for group in tuple(world.pg_map)}
+    return {str(name): _count(group) for group, name in names.items()}
+
+
+def _count(group: Any) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a group without a backend, or one that is shut down, counts nothing
+        return 0
+
+
+class CollectiveAttempted(RuntimeError):
+    """Code ran a collective where none may happen; it was stopped before it was issued."""
+
+
+class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops the first collective before it is issued, and says which line asked for it.
+
+    Collectives go through the dispatcher as operations of ``c10d``. A mode sees every operation, so
+    a replay under it is slower: for preflight.
+
+    Args:
+        own: Folders whose frames are not the user's.
+    """
+
+    def __init__(self, own: Sequence[str] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._own = (*own, *torch.__path__)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let everything through but collectives."""
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            msg = f"{func} at {self._line()}"
+            raise CollectiveAttempted(msg)
+        return func(*args, **(kwargs or {}))
+
+    def _line(self) -> str:
+        frame = sys._getframe()
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith(self._own):
+                return f"{name}:{frame.f_lineno}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return "an unknown line"
