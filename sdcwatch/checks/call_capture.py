@@ -402,13 +402,24 @@ class CallCapture:
             self._close_window()  # its backward ended in an exception
         if task == self._ignored or replaying() or internals.in_functorch():
             return None
-        leaves = (internals.edge_of(p).node for p in self._parameters if p.requires_grad)
-        if not internals.will_accumulate(leaves):
+        if not self._accumulates():
             self._ignored = task
             return None
         self._window = BackwardWindow(task, len(self._parameters), self.device)
         self._on_gradient()
         return self._window
+
+    def _accumulates(self) -> bool:
+        """Whether the backward that runs adds to a gradient of the module."""
+        trained = [p for p in self._parameters if p.requires_grad]
+        if internals.will_accumulate(internals.edge_of(p).node for p in trained):
+            return True
+        # A reentrant checkpoint hides what is in it until its own backward has begun.
+        return bool(trained) and any(
+            any(map(internals.is_reentrant_checkpoint, internals.walk(running.roots)))
+            for running in internals.running_backwards()
+            if running.accumulates
+        )
 
     def _arrived(self, record: CallRecord, number: int, gradient: Tensor | None) -> None:
         window = self._join()

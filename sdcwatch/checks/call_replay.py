@@ -144,7 +144,10 @@ class Replayer:
             micro_batch: Of any rank with the same weights; nothing in it is changed.
             options: What to do besides.
         """
-        options = options or ReplayOptions()
+        with internals.dispatch_modes_off():
+            return self._run(micro_batch, options or ReplayOptions())
+
+    def _run(self, micro_batch: MicroBatch, options: ReplayOptions) -> ReplayResult:
         try:
             if reason := self._obstacle(micro_batch):
                 return ReplayResult(not_run=reason)
@@ -231,7 +234,6 @@ class _Run:
         counts = internals.collective_counts()
         with ExitStack() as stack:
             stack.enter_context(replay_in_progress())
-            stack.enter_context(internals.dispatch_modes_off())
             stack.enter_context(_kept(capture.device))
             state = stack.enter_context(capture.state.rebound())
             if state.lost:

@@ -192,7 +192,6 @@ def numeric_environment() -> dict[str, str]:
         # Each thread has the flag and nothing reads it back: half of a denormal tells.
         "flush_denormal": str(float(torch.tensor(1e-39) * 0.5) == 0.0),
         "saved_tensor_hooks": str(saved_tensor_hooks_active()),
-        "default_dtype": str(torch.get_default_dtype()),
     }
 
 

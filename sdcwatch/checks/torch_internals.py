@@ -34,10 +34,12 @@ class RunningBackward(NamedTuple):
     Attributes:
         roots: The nodes it began from.
         retains_graph: Whether its graph can be run through once more.
+        accumulates: Whether it adds to `.grad`; `torch.autograd.grad` does not.
     """
 
     roots: tuple[Node, ...]
     retains_graph: bool
+    accumulates: bool
 
 
 # --- the graph ---
@@ -45,7 +47,11 @@ class RunningBackward(NamedTuple):
 
 def edge_of(tensor: Tensor) -> Edge:
     """The place where the gradient of a tensor arrives; of a leaf, its accumulation."""
-    edge = get_gradient_edge(tensor)
+    if tensor.grad_fn is not None:
+        edge = get_gradient_edge(tensor)
+    else:  # torch makes a view of a leaf to find its accumulation: an operation that a mode sees
+        with dispatch_modes_off():
+            edge = get_gradient_edge(tensor)
     return Edge(edge.node, edge.output_nr)
 
 
@@ -126,7 +132,8 @@ def _read(variables: Any) -> RunningBackward:
     given, rest = variables["t_outputs"], variables["args"]
     roots = [root.grad_fn if isinstance(root, Tensor) else root.node for root in given]
     retains = bool(rest[1]) if len(rest) > 1 else True
-    return RunningBackward(tuple(root for root in roots if root is not None), retains)
+    accumulating = bool(variables["kwargs"].get("accumulate_grad", True))
+    return RunningBackward(tuple(r for r in roots if r is not None), retains, accumulating)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -276,7 +283,7 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, own: Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = (*own, *torch.__path__)
+        self._own = (*own, __file__, *torch.__path__)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let everything through but collectives."""
