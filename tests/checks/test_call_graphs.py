@@ -103,7 +103,8 @@ def gradients(seed: int, *, capture: bool, audit: bool = False) -> list:
 
 
 @pytest.mark.parametrize("audit", [False, True], ids=["plain", "audit"])
-def test_random_graphs_compute_the_same_bits_and_strides(audit):
-    for seed in range(GRAPHS):
+@pytest.mark.parametrize("begin", range(0, GRAPHS, 100))
+def test_random_graphs_compute_the_same_bits_and_strides(begin, audit):
+    for seed in range(begin, begin + 100):
         expected = gradients(seed, capture=False)
         assert gradients(seed, capture=True, audit=audit) == expected, seed

@@ -70,7 +70,8 @@ def test_a_replay_from_the_bytes_gives_the_digests_of_the_step():
     assert torch.equal(result.outputs, backward.outputs)
     assert torch.equal(result.gradients, backward.gradients)
     assert torch.equal(backward.weights[0], backward.weights[1])
-    assert not (result.outputs_nonfinite or result.gradients_nonfinite)
+    assert not result.outputs_nonfinite
+    assert not result.gradients_nonfinite
 
 
 def test_another_rank_with_the_same_weights_gives_the_same_digests():
