@@ -269,11 +269,8 @@ class CallCapture:
     def _finish(self, record: CallRecord, out: Any) -> None:
         self._sweep()
         self._host.learn(record.generators)
-        record.generators_after = read_generators(
-            self.device,
-            python=record.generators.python is not None,
-            numpy=record.generators.numpy is not None,
-        )
+        if record.audit:
+            record.generators_after = read_generators(self.device)
         tensors = outputs_of(out)
         record.outputs = len(tensors)
         if not tensors:
@@ -293,7 +290,8 @@ class CallCapture:
             places.add(place)
         record.input_edges = record.state_edges = ()
         with internals.dispatch_modes_off():
-            record.screens = [screen(t) for t in tensors if t.layout is torch.strided]
+            with torch.no_grad():
+                record.screens = [_sum(t) for t in tensors if t.layout is torch.strided]
             if record.audit:
                 record.digests = digest_each(tensors)
         self._records.append(record)
@@ -575,6 +573,11 @@ def outputs_of(out: Any) -> list[Tensor]:
 def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
     empty = torch.zeros(0, dtype=torch.float32, device=device)
     return torch.cat([empty, *(v.reshape(1).to(device) for v in values)])
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """`screen` of an output, without what most outputs do not need. Needs `no_grad`."""
+    return tensor.sum() if tensor.dtype is torch.float32 else screen(tensor)
 
 
 def _containers(value: Any) -> Any:

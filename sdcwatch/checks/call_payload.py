@@ -45,7 +45,8 @@ class Call:
             state (None) off audit steps.
         method: The method that a redirected forward runs; "" for `forward` itself.
         generators: When the call began.
-        generators_after: When it ended; a replay that ends elsewhere was disturbed.
+        generators_after: When it ended: a replay that ends elsewhere was disturbed; None off
+            audit steps.
         autocast: Around the call.
         region: Equal for calls that share one autocast region and its casts; 0 for none.
         default_dtype: Around the call.
@@ -59,7 +60,7 @@ class Call:
     inputs: Frozen
     method: str
     generators: Generators
-    generators_after: Generators
+    generators_after: Generators | None
     autocast: Autocast
     region: int
     default_dtype: torch.dtype

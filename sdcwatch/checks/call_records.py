@@ -91,7 +91,7 @@ class CallRecord:
             (t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()
         ]
         self.generators: Generators
-        self.generators_after: Generators
+        self.generators_after: Generators | None = None
         self.autocast: Autocast
         self.region = 0
         self.default_dtype = torch.get_default_dtype()

@@ -382,7 +382,8 @@ class _Run:
 
     def _compare_generators(self, call: Call) -> None:
         now = read_generators(self._capture.device)
-        for name in call.generators_after.differing(now):
+        expected = now if call.generators_after is None else call.generators_after
+        for name in expected.differing(now):
             self._disturbed[name] = None
         if self._options.watch:
             for name in call.generators.differing(now):
