@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         SchemaMismatch,
         SdcwatchError,
     )
-    from sdcwatch.guard.session import Guard, init
+    from sdcwatch.guard.api import Guard, init
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ _HOMES = {
     "ConfigurationError": "sdcwatch.errors",
     "CorruptionDetected": "sdcwatch.errors",
     "Desync": "sdcwatch.errors",
-    "Guard": "sdcwatch.guard.session",
+    "Guard": "sdcwatch.guard.api",
     "GuardConfig": "sdcwatch.config",
     "Outcome": "sdcwatch.core.records",
     "RankGone": "sdcwatch.errors",
@@ -37,7 +37,7 @@ _HOMES = {
     "SdcwatchError": "sdcwatch.errors",
     "TelemetryConfig": "sdcwatch.config",
     "Verdict": "sdcwatch.core.records",
-    "init": "sdcwatch.guard.session",
+    "init": "sdcwatch.guard.api",
 }
 
 __all__ = [

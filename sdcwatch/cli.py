@@ -16,12 +16,12 @@ INTERRUPTED_EXIT = 130
 
 _ELSEWHERE = {
     "monitor": (
-        "sdcwatch.monitor.commands",
+        "sdcwatch.stack.cli",  # which adds the drill to the group of sdcwatch.monitor
         "monitor",
         "Dashboards, alert rules, and a drill through them.",
     ),
     "stack": (
-        "sdcwatch.monitor.stack",
+        "sdcwatch.stack.cli",
         "stack",
         "Prometheus, Alertmanager and Grafana on this machine.",
     ),
@@ -146,8 +146,8 @@ def report(run_dir: Path, plan_path: Path | None, out: Path | None) -> int:
     records = read_run(run_dir)
     graded = None
     if plan_path is not None:
+        from sdcwatch.core.grade import grade
         from sdcwatch.faults.yaml_form import load_plan
-        from sdcwatch.report.grade import grade
 
         graded = grade(records, planted_of(load_plan(plan_path), world_size_of(records)))
     console = Console()

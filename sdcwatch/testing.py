@@ -164,7 +164,7 @@ def fork_server() -> ForkServerContext:
     The compiler too, because DDP and optimizers import it: seconds in each process otherwise.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["sdcwatch.testing", "sdcwatch.guard.session", "torch._dynamo"])
+    context.set_forkserver_preload(["sdcwatch.testing", "sdcwatch.guard.api", "torch._dynamo"])
     return context
 
 

@@ -27,8 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sdcwatch.core.records import Cause, Origin, Outcome
+from sdcwatch.core.text import list_ranks
 from sdcwatch.core.topology import Topology
-from sdcwatch.core.wording import list_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

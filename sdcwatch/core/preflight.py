@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sdcwatch.core.records import Coverage
-from sdcwatch.core.wording import list_names, list_ranks
+from sdcwatch.core.text import list_names, list_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,43 +13,43 @@ from typing import Any, ClassVar, get_args
 
 from sdcwatch.core.codec import build
 from sdcwatch.core.codec import plain as plain
-from sdcwatch.core.topology import RankInfo
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     Action as Action,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     Cause as Cause,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     Check as Check,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     CheckpointResult as CheckpointResult,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     Coverage as Coverage,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     GateReason as GateReason,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     GuardState as GuardState,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     Origin as Origin,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     Outcome as Outcome,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     Phase as Phase,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     RankState as RankState,
 )
-from sdcwatch.core.words import (
+from sdcwatch.core.enums import (
     SkipReason as SkipReason,
 )
+from sdcwatch.core.topology import RankInfo
 
 SCHEMA = 1
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from sdcwatch.core.outcomes import RunWord, alarm_word, gravest, is_alarm
 from sdcwatch.core.records import (
     Check,
     CheckpointEvent,
@@ -32,8 +33,7 @@ from sdcwatch.core.records import (
     Verdict,
     plain,
 )
-from sdcwatch.core.verdicts import RunWord, alarm_word, gravest, is_alarm
-from sdcwatch.core.wording import count, list_ranks
+from sdcwatch.core.text import count, list_ranks
 
 _NO_AUDIT = frozenset((Outcome.NOT_RUN, Outcome.VOID))
 
@@ -43,7 +43,7 @@ class RunSummary:
     """A run so far.
 
     Attributes:
-        verdict: The run in one word; see `sdcwatch.core.verdicts`.
+        verdict: The run in one word; see `sdcwatch.core.outcomes`.
         reason: Why that word, as a sentence.
         run: Name of the run.
         state: State of the guard; None before it said one.

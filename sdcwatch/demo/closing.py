@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sdcwatch.core.grade import Grade, GradedFault, grade, named_ranks
 from sdcwatch.core.records import (
     CheckpointEvent,
     CheckpointResult,
@@ -21,7 +22,7 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.summary import RunSummary, fold
-from sdcwatch.core.wording import list_ranks
+from sdcwatch.core.text import list_ranks
 from sdcwatch.demo.drift import read_drift, tell_drift
 from sdcwatch.demo.lines import CHECK_NAMES, outcome_words
 from sdcwatch.demo.planted import planted_of
@@ -29,7 +30,6 @@ from sdcwatch.demo.settings import DemoSettings
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.faults.plan import FaultPlan
 from sdcwatch.report import can_write_pages
-from sdcwatch.report.grade import Grade, GradedFault, grade, named_ranks
 from sdcwatch.report.read import read_run
 
 PLAN_NAME = "plan.yaml"

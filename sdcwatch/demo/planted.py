@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sdcwatch.core.grade import Planted
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.faults.plan import Expectation, Fault, FaultPlan
-from sdcwatch.report.grade import Planted
 
 EVER = 2**31
 _DIVERGING_SITES = ("weight", "optimizer_state", "all_reduce")

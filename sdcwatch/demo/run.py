@@ -13,7 +13,7 @@ from rich.console import Console
 from sdcwatch.core.records import Record, RunFinished
 from sdcwatch.demo.closing import close_guarded, close_unguarded
 from sdcwatch.demo.display import Display
-from sdcwatch.demo.launcher import Launch, rank_errors
+from sdcwatch.demo.processes import Launch, rank_errors
 from sdcwatch.demo.settings import UNGUARDED_LOG, DemoSettings
 from sdcwatch.demo.tail import EntryTail, RecordTail
 from sdcwatch.faults.plan import FaultPlan

@@ -19,7 +19,7 @@ from sdcwatch.core.topology import RankInfo
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.hook import released_screen
-from sdcwatch.guard.stepper import unwrap
+from sdcwatch.guard.optimizer import unwrap
 from sdcwatch.sinks.wandb_run import active_run_id
 
 

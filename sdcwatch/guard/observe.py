@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from sdcwatch.checks.nonfinite import confirm_nonfinite
 from sdcwatch.checks.payload import join, join_losses
 from sdcwatch.core.nonfinite import RankFinite
-from sdcwatch.guard.assembly import Guarded, Parts
-from sdcwatch.guard.audit import OwnStep
+from sdcwatch.guard.replay import OwnStep
+from sdcwatch.guard.setup import Guarded, Parts
 from sdcwatch.guard.window import StepWindow
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 
 from sdcwatch.config import GuardConfig
-from sdcwatch.core.wording import count, list_names, list_ranks
+from sdcwatch.core.text import count, list_names, list_ranks
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.identity import unguarded_parameters

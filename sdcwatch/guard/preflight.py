@@ -10,9 +10,9 @@ import torch
 
 from sdcwatch.core.preflight import PreflightJudgement, SelfAudit, judge_preflight
 from sdcwatch.core.records import Coverage
-from sdcwatch.guard.audit import SHOWN, OwnStep, Replay, environment_differences
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.framing import result_table
+from sdcwatch.guard.replay import SHOWN, OwnStep, Replay, environment_differences
 
 
 class Preflight:

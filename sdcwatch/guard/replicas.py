@@ -10,7 +10,7 @@ from sdcwatch.core.records import Check, GateReason, GuardState, Phase, Verdict
 from sdcwatch.core.schedule import fingerprint_due
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.guard.agreement import Operation, agree
-from sdcwatch.guard.assembly import Parts
+from sdcwatch.guard.setup import Parts
 
 
 class Replicas:

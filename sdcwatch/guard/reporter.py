@@ -39,7 +39,7 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.summary import Fold, RunSummary
-from sdcwatch.core.wording import list_ranks
+from sdcwatch.core.text import list_ranks
 
 PROGRESS_SECONDS = 1.0
 

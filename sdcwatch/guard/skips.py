@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from sdcwatch.core.records import Action, Check, SkipReason, UpdateSkipped
 from sdcwatch.errors import CorruptionDetected
-from sdcwatch.guard.assembly import Guarded
 from sdcwatch.guard.reporter import Reporter
+from sdcwatch.guard.setup import Guarded
 from sdcwatch.guard.window import Decision
 
 

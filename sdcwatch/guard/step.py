@@ -28,8 +28,6 @@ from sdcwatch.core.records import (
 from sdcwatch.core.schedule import audit_due
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.guard.agreement import Code, Operation, agree, missing_ranks
-from sdcwatch.guard.assembly import Parts
-from sdcwatch.guard.audit import AuditResult, OwnStep
 from sdcwatch.guard.observe import (
     gradient_homes,
     gradients_hold_nan,
@@ -37,7 +35,9 @@ from sdcwatch.guard.observe import (
     own_step,
     weights_nonfinite,
 )
+from sdcwatch.guard.replay import AuditResult, OwnStep
 from sdcwatch.guard.replicas import Replicas
+from sdcwatch.guard.setup import Parts
 from sdcwatch.guard.skips import Skips
 from sdcwatch.guard.window import Decision, Forward, StepWindow, graph_of, require_scalar
 

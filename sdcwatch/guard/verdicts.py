@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sdcwatch.core.blame import Named
-from sdcwatch.core.majority import FingerprintJudgement
+from sdcwatch.core.fingerprint import FingerprintJudgement
 from sdcwatch.core.nonfinite import NonfiniteJudgement
 from sdcwatch.core.records import Action, Check, Outcome, Suspect, Verdict
+from sdcwatch.core.replay import Named
+from sdcwatch.core.text import list_ranks
 from sdcwatch.core.topology import Topology
-from sdcwatch.core.wording import list_ranks
-from sdcwatch.guard.audit import SHOWN, AuditResult
+from sdcwatch.guard.replay import SHOWN, AuditResult
 
 NOT_FAILURES = frozenset({Outcome.PASS, Outcome.NONDETERMINISTIC, Outcome.VOID, Outcome.NOT_RUN})
 """Outcomes of check 2 after which the update goes ahead: no evidence that it is wrong."""

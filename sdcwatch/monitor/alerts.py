@@ -14,7 +14,7 @@ from sdcwatch.core.records import Cause, CheckpointResult, Outcome
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor import conditions
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.queries import RANK_EVIDENCE, Scope, rule_scope
+from sdcwatch.monitor.promql import RANK_EVIDENCE, Scope, rule_scope
 
 DRILL = "SdcwatchDrill"
 WATCHDOG = "SdcwatchWatchdog"

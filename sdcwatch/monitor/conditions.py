@@ -13,7 +13,7 @@ from sdcwatch.core.records import (
     SkipReason,
 )
 from sdcwatch.monitor.config import Thresholds, duration_seconds
-from sdcwatch.monitor.queries import (
+from sdcwatch.monitor.promql import (
     CHECKPOINTS,
     COVERAGE,
     GUARD_STATE,

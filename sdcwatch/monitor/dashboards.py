@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sdcwatch.monitor.boards import to_json
+from sdcwatch.monitor.boards.board import to_json
+from sdcwatch.monitor.boards.fleet import fleet_board
+from sdcwatch.monitor.boards.run import run_board
+from sdcwatch.monitor.boards.suspect import suspect_board
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.fleet_board import fleet_board
-from sdcwatch.monitor.run_board import run_board
-from sdcwatch.monitor.suspect_board import suspect_board
 
 
 def dashboard_files(config: MonitorConfig) -> dict[str, str]:

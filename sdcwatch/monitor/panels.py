@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.monitor.looks import GREY, PURPLE, Look
+from sdcwatch.monitor.theme import GREY, PURPLE, Look
 
 try:
     with warnings.catch_warnings():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sdcwatch.monitor import answers
+from sdcwatch.monitor import run_queries
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.looks import GREEN, OUTCOME_COLORS, SKY, VERMILLION
 from sdcwatch.monitor.panels import (
     Column,
     Grid,
@@ -19,7 +18,7 @@ from sdcwatch.monitor.panels import (
     table_panel,
     timeline_panel,
 )
-from sdcwatch.monitor.queries import (
+from sdcwatch.monitor.promql import (
     CHECK_DURATION,
     CHECKPOINTS,
     COMPARISONS,
@@ -47,6 +46,7 @@ from sdcwatch.monitor.queries import (
     select,
     summed,
 )
+from sdcwatch.monitor.theme import GREEN, OUTCOME_COLORS, SKY, VERMILLION
 from sdcwatch.monitor.tiles import INTERVAL, NEUTRAL, STATES_BY_CODE, ages, step_and_age
 
 COUNTS = Show(unit="none", decimals=0, steps=NEUTRAL)
@@ -61,8 +61,11 @@ def timelines(grid: Grid, scope: Scope) -> None:
             "State timeline",
             "The guard, and every rank that has a state; healthy ranks have none. A lane that "
             "turns red names the rank.",
-            Query(answers.guard_code(scope), "guard"),
-            Query(answers.rank_code(scope, *answers.WHO), "rank {{rank}} · {{node}} · {{gpu}}"),
+            Query(run_queries.guard_code(scope), "guard"),
+            Query(
+                run_queries.rank_code(scope, *run_queries.WHO),
+                "rank {{rank}} · {{node}} · {{gpu}}",
+            ),
             show=Show(unit="none", looks=STATES_BY_CODE, empty="no guard in this range"),
         )),
     )  # fmt: skip
@@ -81,7 +84,7 @@ def timelines(grid: Grid, scope: Scope) -> None:
 def findings(grid: Grid, scope: Scope) -> None:
     """Counts of events, by check and reason."""
     grid.row(102, "Findings")
-    bad = select(VERDICTS, scope, outcome=answers.FINDINGS)
+    bad = select(VERDICTS, scope, outcome=run_queries.FINDINGS)
     verdicts = series_panel(
         "Verdicts that are not a pass",
         "Findings by check and outcome. suspect names a rank; reproducible is data or model; "
@@ -150,8 +153,8 @@ def findings(grid: Grid, scope: Scope) -> None:
         (36, 8, step_and_age(
             "Last weight check",
             "Step and age of the last comparison in which all replicas held the same weights.",
-            answers.current(LAST_WEIGHT_CHECK_STEP, scope),
-            answers.age(LAST_WEIGHT_CHECK_TIME, scope),
+            run_queries.current(LAST_WEIGHT_CHECK_STEP, scope),
+            run_queries.age(LAST_WEIGHT_CHECK_TIME, scope),
             ages("1h"),
         )),
     )  # fmt: skip
@@ -223,13 +226,13 @@ def telemetry(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
             "Since last step",
             "Seconds since the last completed step. Large in a live run: it hangs; the roll-call "
             "in the event log names absent ranks.",
-            Query(answers.age(LAST_PROGRESS_TIME, scope), kind="instant"),
+            Query(run_queries.age(LAST_PROGRESS_TIME, scope), kind="instant"),
             show=Show(unit="s", decimals=0, steps=ages(config.thresholds.stalled_for)),
         )),
         (53, 9, table_panel(
             "Configuration and links",
             "How this run is guarded, and its page in W&B if there is one.",
-            (Query(answers.run_links(scope, *_CONFIGURATION), kind="table"),),
+            (Query(run_queries.run_links(scope, *_CONFIGURATION), kind="table"),),
             tuple(
                 Column(
                     source=label,

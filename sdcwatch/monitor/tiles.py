@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdcwatch.monitor import answers
-from sdcwatch.monitor.boards import dashboard_link
+from sdcwatch.monitor import run_queries
+from sdcwatch.monitor.boards.board import dashboard_link
 from sdcwatch.monitor.config import MonitorConfig, duration_seconds
-from sdcwatch.monitor.looks import (
+from sdcwatch.monitor.panels import (
+    Column,
+    Query,
+    Show,
+    Steps,
+    override,
+    stat_panel,
+    table_panel,
+    thresholds,
+)
+from sdcwatch.monitor.promql import OVERHEAD_TIME, STEP_TIME, Scope, fact, last, select, summed
+from sdcwatch.monitor.theme import (
     COVERAGE_LOOKS,
     GREEN,
     GREY,
@@ -20,17 +31,6 @@ from sdcwatch.monitor.looks import (
     YELLOW,
     coded,
 )
-from sdcwatch.monitor.panels import (
-    Column,
-    Query,
-    Show,
-    Steps,
-    override,
-    stat_panel,
-    table_panel,
-    thresholds,
-)
-from sdcwatch.monitor.queries import OVERHEAD_TIME, STEP_TIME, Scope, fact, last, select, summed
 
 INTERVAL = "$__rate_interval"
 NEUTRAL: Steps = ((None, GREY),)
@@ -75,17 +75,17 @@ def suspects_table(
     title: str, scope: Scope, config: MonitorConfig, *, with_run: bool, to_suspect: bool
 ) -> Any:
     """Who is suspect, by which check, on what evidence."""
-    who = (*answers.WHO, "instance_id")
+    who = (*run_queries.WHO, "instance_id")
     on = ", ".join((*scope.by, *who))
-    strikes = answers.strikes(scope, *who)
+    strikes = run_queries.strikes(scope, *who)
     queries: tuple[str, ...] = (
-        answers.beside_evidence(scope, answers.rank_code(scope, *who, held=True), on, *who),
-        answers.evidence(scope, "bad", *who),
-        answers.evidence(scope, "total", *who),
-        answers.beside_evidence(
-            scope, answers.last_step_of_check(scope), ", ".join((*scope.by, "check")), *who
+        run_queries.beside_evidence(scope, run_queries.rank_code(scope, *who, held=True), on, *who),
+        run_queries.evidence(scope, "bad", *who),
+        run_queries.evidence(scope, "total", *who),
+        run_queries.beside_evidence(
+            scope, run_queries.last_step_of_check(scope), ", ".join((*scope.by, "check")), *who
         ),
-        answers.beside_evidence(scope, f"({strikes})", on, *who),
+        run_queries.beside_evidence(scope, f"({strikes})", on, *who),
     )
     suspect = dashboard_link(
         config,

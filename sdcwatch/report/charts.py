@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sdcwatch.core.grade import named_ranks
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import (
     CheckpointEvent,
     CheckpointResult,
@@ -14,8 +16,6 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.topology import RankInfo
-from sdcwatch.core.verdicts import is_alarm
-from sdcwatch.report.grade import named_ranks
 from sdcwatch.report.words import BLACK, BLUE, CHECKS, GREEN, GREY, MARKS, VERMILLION
 
 Figure = dict[str, Any]

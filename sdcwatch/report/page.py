@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from sdcwatch.core.grade import Grade
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import (
     CheckpointEvent,
     Hang,
@@ -21,10 +23,8 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.summary import RunSummary, fold
-from sdcwatch.core.verdicts import is_alarm
 from sdcwatch.report import words
 from sdcwatch.report.charts import Figure, loss_figure, overhead_figure, ranks_figure
-from sdcwatch.report.grade import Grade
 
 try:
     from jinja2 import Environment, StrictUndefined

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from sdcwatch.core.grade import named_ranks
 from sdcwatch.core.records import Check, Outcome, Suspect, Verdict
 from sdcwatch.core.summary import RunSummary
-from sdcwatch.core.wording import count, list_ranks
-from sdcwatch.report.grade import named_ranks
+from sdcwatch.core.text import count, list_ranks
 
 BLACK = "#1b1f24"
 ORANGE = "#e69f00"

@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry
 from sdcwatch.core.catalog import CATALOG, Metric
 from sdcwatch.sinks.base import SinkCounts
 from sdcwatch.sinks.endpoint import MetricsEndpoint
-from sdcwatch.sinks.measure import Measurement, Measurer
+from sdcwatch.sinks.metrics import Measurement, Measurer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -23,7 +23,7 @@ except ImportError as error:
 from sdcwatch.core.records import Outcome, Progress, Record, RunFinished, Verdict
 from sdcwatch.core.summary import Fold
 from sdcwatch.sinks.base import without_user_info
-from sdcwatch.sinks.measure import Measurer
+from sdcwatch.sinks.metrics import Measurer
 from sdcwatch.sinks.wandb_rows import (
     AXIS,
     COLUMNS,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import Outcome, Verdict
-from sdcwatch.core.verdicts import is_alarm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sdcwatch.core.records import Suspect
     from sdcwatch.core.summary import RunSummary
-    from sdcwatch.sinks.measure import Measurement
+    from sdcwatch.sinks.metrics import Measurement
 
     Cell: TypeAlias = "str | int | float | bool | None"
 

@@ -29,4 +29,4 @@ assert threading.active_count() == 1
 
 
 def test_every_module_of_the_core_was_looked_at():
-    assert {"sdcwatch.core.blame", "sdcwatch.core.records", "sdcwatch.core.summary"} < set(MODULES)
+    assert {"sdcwatch.core.replay", "sdcwatch.core.records", "sdcwatch.core.summary"} < set(MODULES)

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from sdcwatch.core.outcomes import alarm_word, gravest, is_alarm
 from sdcwatch.core.records import (
     Action,
     Cause,
@@ -27,7 +28,6 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.summary import Fold, RunSummary, fold
-from sdcwatch.core.verdicts import alarm_word, gravest, is_alarm
 
 
 @pytest.fixture(scope="module")

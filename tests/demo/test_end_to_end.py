@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sdcwatch.monitor.stack import DEFAULT_TARGET
+from sdcwatch.stack.cli import DEFAULT_TARGET
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sdcwatch.core.grade import Grade, GradedFault, Planted, grade
 from sdcwatch.core.records import (
     Check,
     CheckpointEvent,
@@ -24,7 +25,6 @@ from sdcwatch.demo.display import Display
 from sdcwatch.demo.drift import chart, conclusion, read_drift
 from sdcwatch.demo.lines import line_of
 from sdcwatch.demo.tail import LineTail, RecordTail
-from sdcwatch.report.grade import Grade, GradedFault, Planted, grade
 
 
 def a_verdict(outcome: Outcome) -> Verdict:

@@ -23,7 +23,7 @@ from sdcwatch.core.records import (
     SkipReason,
     UpdateSkipped,
 )
-from sdcwatch.core.verdicts import is_alarm
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.faults import Fault, FaultPlan
 from sdcwatch.testing import GlooPool
 

@@ -22,7 +22,7 @@ from sdcwatch.core.records import (
     Outcome,
     Verdict,
 )
-from sdcwatch.core.verdicts import is_alarm
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.faults import Expectation, Fault, FaultPlan, load_plan
 from sdcwatch.testing import GlooPool
 

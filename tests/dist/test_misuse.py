@@ -29,7 +29,7 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.core.wording import list_ranks
+from sdcwatch.core.text import list_ranks
 from sdcwatch.errors import CorruptionDetected, SchemaMismatch
 from sdcwatch.testing import GlooPool
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sdcwatch.core.records import Cause, Origin, Outcome, SkipReason, UpdateSkipped
-from sdcwatch.core.verdicts import is_alarm
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.faults import Fault, FaultPlan
 from sdcwatch.testing import GlooPool
 

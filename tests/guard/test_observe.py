@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from sdcwatch.guard.assembly import Guarded
 from sdcwatch.guard.observe import weights_nonfinite
+from sdcwatch.guard.setup import Guarded
 
 
 class Net(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from sdcwatch.checks.payload import AutocastState, MicroBatch, RngState
 from sdcwatch.checks.replay import ReplayResult
 from sdcwatch.core.records import Coverage
-from sdcwatch.guard.audit import OwnStep
 from sdcwatch.guard.preflight import Preflight
+from sdcwatch.guard.replay import OwnStep
 from sdcwatch.testing import ThreadExchange, run_threads
 
 NAMES = ("embedding", "head")

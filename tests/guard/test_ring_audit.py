@@ -18,7 +18,7 @@ from sdcwatch.checks.replay import ReplayResult
 from sdcwatch.core.pairing import draw_pairing
 from sdcwatch.core.records import Outcome
 from sdcwatch.core.topology import RankInfo, Topology
-from sdcwatch.guard.audit import AuditPolicy, AuditResult, OwnStep, RingAudit
+from sdcwatch.guard.replay import AuditPolicy, AuditResult, OwnStep, RingAudit
 from sdcwatch.testing import ThreadExchange, ThreadHub, run_threads
 
 LAYOUTS = {"3x1": (1, 1, 1), "3x2": (2, 2, 2), "2+2+1": (2, 2, 1)}
@@ -292,7 +292,7 @@ def light_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
         "value_of": lambda table: str(table.tolist()),
     }
     for name, function in light.items():
-        monkeypatch.setattr(f"sdcwatch.guard.audit.{name}", function)
+        monkeypatch.setattr(f"sdcwatch.guard.replay.{name}", function)
 
 
 @pytest.mark.usefixtures("light_payloads")

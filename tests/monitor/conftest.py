@@ -28,7 +28,7 @@ def _load(name: str, folder: str) -> Any:
     return module
 
 
-recorded_runs = _load("recorded", "scripts")
+recorded_runs = _load("recorded", "tools")
 real_servers = _load("servers", "tests/monitor")
 
 

@@ -13,7 +13,6 @@ import yaml
 from click.testing import CliRunner
 
 from sdcwatch.monitor.alerts import DRILL, alerts
-from sdcwatch.monitor.commands import monitor
 from sdcwatch.monitor.config import MonitorConfig
 from sdcwatch.monitor.rulefiles import (
     INHIBITED_BY_SUSPECT,
@@ -21,6 +20,7 @@ from sdcwatch.monitor.rulefiles import (
     INHIBITED_BY_VANISHED,
     alertmanager_settings,
 )
+from sdcwatch.stack.cli import monitor
 
 EXAMPLE = "alerts/alertmanager.example.yml"
 

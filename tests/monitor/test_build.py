@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from sdcwatch.core import catalog
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor.build import differences, generated_files, write
-from sdcwatch.monitor.commands import monitor
+from sdcwatch.monitor.cli import monitor
 from sdcwatch.monitor.config import MonitorConfig, Thresholds, duration_seconds, load_config
 from sdcwatch.monitor.pretty import pretty
 from sdcwatch.monitor.rulefiles import prometheus_rules
@@ -55,7 +55,7 @@ def test_a_name_removed_from_the_catalogue_ends_the_build(root: Path) -> None:
     code = """
 from sdcwatch.core import catalog
 del catalog.BY_NAME["sdcwatch.coverage"]
-import sdcwatch.monitor.queries
+import sdcwatch.monitor.promql
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.monitor import looks
+from sdcwatch.monitor import theme
 from sdcwatch.monitor.config import MonitorConfig
 from sdcwatch.monitor.dashboards import dashboard_files
 
@@ -135,13 +135,13 @@ def test_every_panel_has_unit_thresholds_and_words_for_nothing(dashboards: Dashb
 
 def test_colours_are_the_palette_and_every_state_has_a_word(dashboards: Dashboards) -> None:
     for dashboard in dashboards.values():
-        assert set(_colors(dashboard)) <= set(looks.PALETTE)
+        assert set(_colors(dashboard)) <= set(theme.PALETTE)
     for table in (
-        looks.VERDICT_LOOKS,
-        looks.GUARD_LOOKS,
-        looks.RANK_LOOKS,
-        looks.COVERAGE_LOOKS,
-        looks.MODE_LOOKS,
+        theme.VERDICT_LOOKS,
+        theme.GUARD_LOOKS,
+        theme.RANK_LOOKS,
+        theme.COVERAGE_LOOKS,
+        theme.MODE_LOOKS,
     ):
         texts = [look.text for look in table.values()]
         assert len(set(texts)) == len(texts)
@@ -152,11 +152,11 @@ def test_colours_are_the_palette_and_every_state_has_a_word(dashboards: Dashboar
 
 
 def test_every_state_of_the_records_has_a_look() -> None:
-    assert set(looks.GUARD_LOOKS) == set(looks.GuardState)
-    assert set(looks.RANK_LOOKS) == set(looks.RankState)
-    assert set(looks.COVERAGE_LOOKS) == set(looks.Coverage)
-    assert set(looks.VERDICT_LOOKS) == set(looks.VerdictCode)
-    assert set(looks.OUTCOME_COLORS) == set(looks.Outcome) - {looks.Outcome.PASS}
+    assert set(theme.GUARD_LOOKS) == set(theme.GuardState)
+    assert set(theme.RANK_LOOKS) == set(theme.RankState)
+    assert set(theme.COVERAGE_LOOKS) == set(theme.Coverage)
+    assert set(theme.VERDICT_LOOKS) == set(theme.VerdictCode)
+    assert set(theme.OUTCOME_COLORS) == set(theme.Outcome) - {theme.Outcome.PASS}
 
 
 def test_variables_come_in_order_and_offer_all(dashboards: Dashboards) -> None:

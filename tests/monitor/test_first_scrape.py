@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from sdcwatch.core.records import Check, CheckpointResult, GateReason, GuardState, Outcome
-from sdcwatch.monitor.queries import CHECKPOINTS, GUARD_STATE, START_TIME, VERDICTS
+from sdcwatch.monitor.promql import CHECKPOINTS, GUARD_STATE, START_TIME, VERDICTS
 
 RUN = {"run": "short", "exporter_rank": "0"}
 

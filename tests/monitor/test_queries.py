@@ -12,8 +12,8 @@ import pytest
 
 from sdcwatch.core.catalog import BY_PROMETHEUS, CATALOG, RESOURCE_LABELS
 from sdcwatch.core.records import Outcome
-from sdcwatch.monitor import dcgm, queries
-from sdcwatch.monitor.queries import RANGE, VERDICTS, Scope, Window, select
+from sdcwatch.monitor import dcgm, promql
+from sdcwatch.monitor.promql import RANGE, VERDICTS, Scope, Window, select
 
 SELECTOR = re.compile(r"\b((?:sdcwatch|DCGM)_\w+)(\{[^}]*\})?")
 TARGET = ("job", "instance")
@@ -111,14 +111,14 @@ def test_every_metric_of_the_catalogue_is_asked_for(expressions: list[str]) -> N
 
 
 def test_each_name_is_looked_up_in_the_catalogue_and_typed_once(root: Path) -> None:
-    """Outside queries.py nobody spells a metric, so that a rename cannot be half done."""
+    """Outside promql.py nobody spells a metric, so that a rename cannot be half done."""
     for path in sorted((root / "sdcwatch" / "monitor").glob("*.py")):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"\bsdcwatch_(?!\w*\.)[a-z_]+(_total|_seconds)\b", text), path.name
         spelt = set(re.findall(r'BY_NAME\["([^"]+)"\]', text))
-        assert not spelt or path.name == "queries.py"
+        assert not spelt or path.name == "promql.py"
     spelt_once = re.findall(
-        r'BY_NAME\["([^"]+)"\]', Path(queries.__file__).read_text(encoding="utf-8")
+        r'BY_NAME\["([^"]+)"\]', Path(promql.__file__).read_text(encoding="utf-8")
     )
     assert len(set(spelt_once)) == len(spelt_once)
 

@@ -28,7 +28,7 @@ from sdcwatch.core.records import (
 )
 from sdcwatch.monitor.alerts import DRILL, alerts, annotations_of
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.runbook import anchor
+from sdcwatch.stack.runbook import anchor
 
 PARTS = ("What it means.", "How sure it is.", "Do first.", "Replace when", "Do not replace when")
 QUIET = {"vector(1)"}

@@ -1,6 +1,6 @@
 """The dashboards against the types of Grafana 10.4, 11.6, 12.4 and 13.2: type-checked, not started.
 
-`scripts/typecheck_dashboards.sh` installs the packages and runs this file. Each panel's options and
+`tools/typecheck_dashboards.sh` installs the packages and runs this file. Each panel's options and
 field configuration are held against the types of its own panel plugin, and one misspelt option per
 panel type must be an error: otherwise the check would see nothing.
 """
@@ -135,7 +135,7 @@ def _compile(version: str, source: str, folder: Path) -> list[str]:
 @pytest.fixture(scope="module", autouse=True)
 def _packages() -> None:
     if not (PACKAGES / ".bin" / "tsc").exists():
-        pytest.skip("no node_modules: run scripts/typecheck_dashboards.sh")
+        pytest.skip("no node_modules: run tools/typecheck_dashboards.sh")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

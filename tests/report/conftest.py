@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sdcwatch.core.grade import Planted
 from sdcwatch.core.records import (
     Action,
     Cause,
@@ -36,7 +37,6 @@ from sdcwatch.core.records import (
     encode,
 )
 from sdcwatch.core.topology import RankInfo
-from sdcwatch.report.grade import Planted
 
 EPOCH = 1_700_000_000.0
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sdcwatch.core.grade import Grade, Planted, grade
 from sdcwatch.core.records import (
     Cause,
     Check,
@@ -17,7 +18,6 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.report.grade import Grade, Planted, grade
 
 Planting = tuple[Planted, ...]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sdcwatch.core.grade import Planted, grade
 from sdcwatch.core.records import (
     Note,
     PreflightDone,
@@ -20,7 +21,6 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.report.charts import loss_figure, ranks_figure
-from sdcwatch.report.grade import Planted, grade
 from sdcwatch.report.page import render, write_page
 
 Planting = tuple[Planted, ...]

@@ -9,13 +9,13 @@ import pytest
 from sdcwatch.core.catalog import CATALOG
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "gen_metrics_doc.py"
+SCRIPT = ROOT / "tools" / "metrics_doc.py"
 PAGE = ROOT / "docs" / "metrics.md"
 
 
 @pytest.fixture(scope="module")
 def generator():
-    spec = importlib.util.spec_from_file_location("gen_metrics_doc", SCRIPT)
+    spec = importlib.util.spec_from_file_location("metrics_doc", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -31,7 +31,7 @@ def test_an_outdated_page_is_noticed(generator, tmp_path, monkeypatch, capsys):
     outdated = tmp_path / "metrics.md"
     outdated.write_text(PAGE.read_text().replace("sdcwatch_loss", "sdcwatch_lost"))
     monkeypatch.setattr(generator, "PATH", outdated)
-    monkeypatch.setattr(sys, "argv", ["gen_metrics_doc.py", "--check"])
+    monkeypatch.setattr(sys, "argv", ["metrics_doc.py", "--check"])
 
     assert generator.main() == 1
     assert "outdated" in capsys.readouterr().err

@@ -16,13 +16,13 @@ import yaml
 
 from sdcwatch.cli import cli
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.local_config import (
+from sdcwatch.monitor.rulefiles import FOLDER, alertmanager_example, grafana_rules
+from sdcwatch.stack.config import (
     Scrape,
     dashboards_config,
     datasource_config,
     prometheus_config,
 )
-from sdcwatch.monitor.rulefiles import FOLDER, alertmanager_example, grafana_rules
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

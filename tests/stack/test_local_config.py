@@ -11,19 +11,20 @@ from click.testing import CliRunner
 
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.local_config import (
+from sdcwatch.monitor.rulefiles import alertmanager_example, alertmanager_settings
+from sdcwatch.stack.cli import stack
+from sdcwatch.stack.config import (
     Scrape,
     alertmanager_config,
     prometheus_config,
     read_yaml,
+    with_local_links,
     with_short_waits,
+    write_local_files,
     write_yaml,
 )
-from sdcwatch.monitor.local_files import with_local_links, write_local_files
-from sdcwatch.monitor.local_servers import choose_port, find_binary
-from sdcwatch.monitor.local_stack import Ports
-from sdcwatch.monitor.rulefiles import alertmanager_example, alertmanager_settings
-from sdcwatch.monitor.stack import stack
+from sdcwatch.stack.servers import choose_port, find_binary
+from sdcwatch.stack.stack import Ports
 
 ROOT = Path(__file__).parents[2]
 SCRAPE = Scrape(targets=("127.0.0.1:9464",), file_sd=(), interval_seconds=5)
@@ -113,7 +114,7 @@ def test_without_the_sdk_rules_are_written_and_the_reason_is_kept(
         msg = "Expected grafana-foundation-sdk, but got none. Install it."
         raise ConfigurationError(msg)
 
-    monkeypatch.setattr("sdcwatch.monitor.local_files.generated_files", fail)
+    monkeypatch.setattr("sdcwatch.stack.config.generated_files", fail)
     files = write_local_files(MonitorConfig(), tmp_path)
 
     assert files.rules.is_file()

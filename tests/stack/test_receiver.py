@@ -12,8 +12,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from sdcwatch.monitor import receiver as module
-from sdcwatch.monitor.receiver import Receiver, describe, printable, read_notification
+from sdcwatch.stack import receiver as module
+from sdcwatch.stack.receiver import Receiver, describe, printable, read_notification
 
 NOTIFICATION = {
     "receiver": "page",

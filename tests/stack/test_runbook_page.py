@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.monitor import runbook as module
 from sdcwatch.monitor.alerts import DRILL, alerts
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.runbook import anchor, find_runbook, render, write_runbook
-from sdcwatch.monitor.stack import stack
+from sdcwatch.stack import runbook as module
+from sdcwatch.stack.cli import stack
+from sdcwatch.stack.runbook import anchor, find_runbook, render, write_runbook
 
 
 class _Ids(HTMLParser):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sdcwatch.monitor.stack import up
+from sdcwatch.stack.cli import up
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "stack.md").read_text()

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from sdcwatch.core.majority import judge_fingerprints
+from sdcwatch.core.fingerprint import judge_fingerprints
 from sdcwatch.core.records import Outcome
 
 NAMES = ("wte.weight", "head.weight")

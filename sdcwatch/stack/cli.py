@@ -1,4 +1,4 @@
-"""``sdcwatch stack``: the monitoring stack on this machine, without Docker."""
+"""``sdcwatch stack``: the monitoring stack on this machine, and a drill through its alerts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sdcwatch.errors import SdcwatchError
+from sdcwatch.monitor.cli import config_from, config_options, monitor
 from sdcwatch.monitor.config import load_config
-from sdcwatch.monitor.local_config import Scrape
-from sdcwatch.monitor.local_files import with_local_links, write_local_files
-from sdcwatch.monitor.local_servers import Interrupted
-from sdcwatch.monitor.local_stack import Binaries, LocalStack, Ports, StackConfig, locked
-from sdcwatch.monitor.runbook import find_runbook, write_runbook
+from sdcwatch.stack.config import Scrape, with_local_links, write_local_files
+from sdcwatch.stack.drill import send_drill
+from sdcwatch.stack.runbook import find_runbook, write_runbook
+from sdcwatch.stack.servers import Interrupted
+from sdcwatch.stack.stack import Binaries, LocalStack, Ports, StackConfig, locked
 
 DEFAULT_TARGET = "127.0.0.1:9464"
 WATCH_SECONDS = 0.5
@@ -117,6 +118,26 @@ def write_page(source: Path | None, out: Path) -> None:
     except SdcwatchError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"wrote {page}")
+
+
+@monitor.command("test-alert")
+@click.option("--alertmanager", default="http://127.0.0.1:9093", show_default=True,
+              help="Base URL of Alertmanager.")  # fmt: skip
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=5.0,
+              show_default=True, help="After how long the drill ends by itself.")  # fmt: skip
+@config_options
+def test_alert(alertmanager: str, minutes: float, path: Path | None, **options: Any) -> None:
+    """Send a drill through Alertmanager, labelled as one, on the route of a page."""
+    try:
+        alert = send_drill(alertmanager, config_from(path, options), minutes=minutes)
+    except SdcwatchError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"Sent {alert['labels']['alertname']} to {alertmanager}.")
+    click.echo(
+        "Delivery takes up to the group_wait of its route: about 30 s with "
+        "alerts/alertmanager.example.yml."
+    )
+    click.echo("It must arrive where pages arrive. If it does not, no other alert would.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import pytest
 
 from sdcwatch.core.catalog import BY_NAME, CATALOG
 from sdcwatch.core.records import Check, Count, Outcome, Progress, Verdict
-from sdcwatch.sinks.measure import Measurer
+from sdcwatch.sinks.metrics import Measurer
 
 SELF_METRICS = {m.name for m in CATALOG if m.name.startswith("sdcwatch.telemetry.")}
 

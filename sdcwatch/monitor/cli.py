@@ -1,4 +1,4 @@
-"""``sdcwatch monitor``: build the generated files, and prove the alert path with a drill."""
+"""``sdcwatch monitor``: build the generated files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from sdcwatch.errors import ConfigurationError, SdcwatchError
+from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor.build import differences, generated_files, write
 from sdcwatch.monitor.config import MonitorConfig, load_config
-from sdcwatch.monitor.drill import send_drill
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -30,7 +29,8 @@ def _pairs(
     return pairs or None
 
 
-def _config_options(command: _Command) -> _Command:
+def config_options(command: _Command) -> _Command:
+    """The options that every command about generated files takes."""
     options = (
         click.option("--config", "path", type=_FILE, help="YAML file with fields of the config."),
         click.option("--datasource", help="UID of the Prometheus data source in Grafana."),
@@ -48,7 +48,8 @@ def _config_options(command: _Command) -> _Command:
     return command
 
 
-def _config(path: Path | None, options: dict[str, Any]) -> MonitorConfig:
+def config_from(path: Path | None, options: dict[str, Any]) -> MonitorConfig:
+    """The config that these options describe."""
     try:
         return load_config(path, **{k: None if v == () else v for k, v in options.items()})
     except ConfigurationError as error:
@@ -64,11 +65,11 @@ def monitor() -> None:
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path(),
               show_default="the current directory", help="Directory to write below.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if anything would change.")
-@_config_options
+@config_options
 def build(out: Path, check: bool, path: Path | None, **options: Any) -> None:
     """Write dashboards/*.json and alerts/*."""
     try:
-        files = generated_files(_config(path, options))
+        files = generated_files(config_from(path, options))
     except ConfigurationError as error:
         raise click.ClickException(str(error)) from error
     if not check:
@@ -84,23 +85,3 @@ def build(out: Path, check: bool, path: Path | None, **options: Any) -> None:
         click.echo("Expected the generated files to be up to date. Run: sdcwatch monitor build")
         raise click.exceptions.Exit(1)
     click.echo(f"{len(files)} files are up to date.")
-
-
-@monitor.command("test-alert")
-@click.option("--alertmanager", default="http://127.0.0.1:9093", show_default=True,
-              help="Base URL of Alertmanager.")  # fmt: skip
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=5.0,
-              show_default=True, help="After how long the drill ends by itself.")  # fmt: skip
-@_config_options
-def send_test_alert(alertmanager: str, minutes: float, path: Path | None, **options: Any) -> None:
-    """Send a drill through Alertmanager, labelled as one, on the route of a page."""
-    try:
-        alert = send_drill(alertmanager, _config(path, options), minutes=minutes)
-    except SdcwatchError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(f"Sent {alert['labels']['alertname']} to {alertmanager}.")
-    click.echo(
-        "Delivery takes up to the group_wait of its route: about 30 s with "
-        "alerts/alertmanager.example.yml."
-    )
-    click.echo("It must arrive where pages arrive. If it does not, no other alert would.")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from sdcwatch.core.gate import GateFacts, judge_checkpoint
+from sdcwatch.core.checkpoint import GateFacts, judge_checkpoint
 from sdcwatch.core.records import (
     Check,
     Coverage,
@@ -22,13 +22,13 @@ from sdcwatch.core.records import (
 )
 from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
 from sdcwatch.guard.agreement import Operation, agree
-from sdcwatch.guard.assembly import assemble, register_hook
-from sdcwatch.guard.checkpoints import require_place
-from sdcwatch.guard.joining import JoinableGuard
+from sdcwatch.guard.checkpoint import require_place
+from sdcwatch.guard.join import JoinableGuard
+from sdcwatch.guard.optimizer import OptimizerHooks
 from sdcwatch.guard.replicas import Replicas
 from sdcwatch.guard.reporter import say
+from sdcwatch.guard.setup import assemble, register_hook
 from sdcwatch.guard.step import Steps
-from sdcwatch.guard.stepper import OptimizerHooks
 
 
 def init(

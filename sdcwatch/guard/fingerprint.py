@@ -2,7 +2,7 @@
 
 The fast path folds the fingerprints of all tensors into one 63-bit digest d and takes the MAX of
 (d, ~d), which gives maximum and minimum at once. Only if they differ are the per-tensor
-fingerprints gathered, and `sdcwatch.core.majority` says who dissents.
+fingerprints gathered, and `sdcwatch.core.fingerprint` says who dissents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sdcwatch.checks.fingerprint import (
     salt,
     to_pairs,
 )
-from sdcwatch.core.majority import FingerprintJudgement, judge_fingerprints
+from sdcwatch.core.fingerprint import FingerprintJudgement, judge_fingerprints
 from sdcwatch.core.records import Disagreement
 from sdcwatch.errors import SchemaMismatch
 from sdcwatch.guard.exchange import Exchange

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from sdcwatch.core.gate import GateDecision
+from sdcwatch.core.checkpoint import GateDecision
 from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange

@@ -22,9 +22,9 @@ from sdcwatch.core.pairing import choose_fault_domain, pairing_problem
 from sdcwatch.core.records import Hang, RunStarted
 from sdcwatch.core.topology import Topology
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.guard.audit import AuditPolicy, RingAudit
-from sdcwatch.guard.checkpoints import Checkpoints
+from sdcwatch.guard.checkpoint import Checkpoints
 from sdcwatch.guard.exchange import Exchange, GlooExchange
+from sdcwatch.guard.fingerprint import ReplicaSet, WeightCheck, require_same_schema
 from sdcwatch.guard.hook import GradientScreen, guard_hook, released_screen
 from sdcwatch.guard.identity import (
     agree_on_run,
@@ -39,10 +39,10 @@ from sdcwatch.guard.identity import (
 from sdcwatch.guard.nonfinite import NonfiniteInvestigation
 from sdcwatch.guard.options import require_same_options, why_partly_guarded
 from sdcwatch.guard.preflight import Preflight
+from sdcwatch.guard.replay import AuditPolicy, RingAudit
 from sdcwatch.guard.reporter import Reporter, announce, say
 from sdcwatch.guard.verdicts import Verdicts
 from sdcwatch.guard.watchdog import Watchdog
-from sdcwatch.guard.weights import ReplicaSet, WeightCheck, require_same_schema
 from sdcwatch.sinks.base import Sink
 from sdcwatch.sinks.build import build_sinks
 from sdcwatch.sinks.dispatch import Dispatcher

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdcwatch.monitor import answers, dcgm
-from sdcwatch.monitor.boards import Board, Variable, scope_variables
+from sdcwatch.monitor import dcgm, run_queries
+from sdcwatch.monitor.boards.board import Board, Variable, scope_variables
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.looks import (
-    GREEN,
-    GREY,
-    OUTCOME_COLORS,
-    RANK_CODES,
-    RANK_LOOKS,
-    SKY,
-    VERMILLION,
-    coded,
-)
 from sdcwatch.monitor.panels import (
     Grid,
     Query,
@@ -26,7 +16,7 @@ from sdcwatch.monitor.panels import (
     stat_panel,
     timeline_panel,
 )
-from sdcwatch.monitor.queries import (
+from sdcwatch.monitor.promql import (
     RANK_EVIDENCE,
     RANK_STATE,
     RANK_STRIKES,
@@ -37,6 +27,16 @@ from sdcwatch.monitor.queries import (
     grown,
     last,
     select,
+)
+from sdcwatch.monitor.theme import (
+    GREEN,
+    GREY,
+    OUTCOME_COLORS,
+    RANK_CODES,
+    RANK_LOOKS,
+    SKY,
+    VERMILLION,
+    coded,
 )
 from sdcwatch.monitor.tiles import EVENTS, INTERVAL, NEUTRAL, suspects_table
 
@@ -55,7 +55,7 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     }
     bad, total = (f"sum by (check) ({count})" for count in counts.values())
     strikes = fact(last(select(RANK_STRIKES, scope)), scope, "gpu", "rank")
-    code = answers.rank_code(scope, "gpu", held=True)
+    code = run_queries.rank_code(scope, "gpu", held=True)
     grid.line(
         4,
         (1, 5, stat_panel(
@@ -67,7 +67,7 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
         (2, 4, stat_panel(
             "Runs in which suspect",
             "Runs of the range that named this GPU. Two leave little doubt.",
-            Query(f"max({answers.gpus_by_runs(scope)})", kind="instant"),
+            Query(f"max({run_queries.gpus_by_runs(scope)})", kind="instant"),
             show=Show(
                 unit="none", decimals=0, empty="0",
                 steps=((None, GREEN), (1, GREY), (config.thresholds.offender_runs, VERMILLION)),
@@ -109,13 +109,13 @@ def _evidence(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
         (11, 24, timeline_panel(
             "States over time",
             "When it became suspect in each run, and what a person decided.",
-            Query(answers.rank_code(scope, *who), legend),
+            Query(run_queries.rank_code(scope, *who), legend),
             show=Show(unit="none", looks=RANK_BY_CODE, empty="✔ never suspect in this range"),
         )),
     )  # fmt: skip
     evidence = select(RANK_EVIDENCE, scope)
     run_scope = dashboard_scope(config)
-    found = select(VERDICTS, run_scope, outcome=answers.FINDINGS)
+    found = select(VERDICTS, run_scope, outcome=run_queries.FINDINGS)
     verdicts = series_panel(
         "Findings of the runs chosen",
         "Everything the checks of these runs found, whoever it was about; shows whether this GPU "

@@ -13,9 +13,9 @@ from grafana_foundation_sdk.models import dashboard as dm
 
 from sdcwatch.core.catalog import Metric
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.looks import GREY, VERMILLION
 from sdcwatch.monitor.panels import DATASOURCE, Grid, Query
-from sdcwatch.monitor.queries import GUARD_STATE, LAST_EVENT_TIME, Scope, fact, select
+from sdcwatch.monitor.promql import GUARD_STATE, LAST_EVENT_TIME, Scope, fact, select
+from sdcwatch.monitor.theme import GREY, VERMILLION
 
 TAG = "sdcwatch"
 ALL = ".+"

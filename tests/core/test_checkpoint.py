@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from sdcwatch.core.gate import GateFacts, judge_checkpoint
+from sdcwatch.core.checkpoint import GateFacts, judge_checkpoint
 from sdcwatch.core.records import CheckpointResult, GateReason
 
 GOOD = GateFacts(

@@ -1,6 +1,6 @@
-"""Record what a Prometheus would have scraped from real guarded runs, for the tests of the queries.
+"""Record what a Prometheus would have scraped from real guarded runs, for the tests of the promql.
 
-    python scripts/record_runs.py [NAME ...]
+    python tools/recordings.py [NAME ...]
 
 Each recording is one run of the demo on this machine, scraped every two seconds, as OpenMetrics
 text with timestamps: ``tests/monitor/recordings/<name>.om.gz``. A test loads them into a real
@@ -99,7 +99,7 @@ SCENARIOS = {
 
 
 def scrape(url: str) -> str | None:
-    """The text of one scrape, or None if nothing answers."""
+    """The text of one scrape, or None if nothing run_queries."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=2) as answer:

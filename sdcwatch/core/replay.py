@@ -36,8 +36,8 @@ from sdcwatch.core.arbitration import (
 )
 from sdcwatch.core.pairing import DOMAINS_TO_NAME, Pairing
 from sdcwatch.core.records import Outcome
+from sdcwatch.core.text import count, list_ranks
 from sdcwatch.core.topology import Topology
-from sdcwatch.core.wording import count, list_ranks
 
 __all__ = [
     "AGREEING_ASKED",

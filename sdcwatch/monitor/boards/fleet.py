@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from sdcwatch.core.records import CheckpointResult, GuardState
-from sdcwatch.monitor import answers
-from sdcwatch.monitor.boards import Board, dashboard_link, scope_variables
+from sdcwatch.monitor import run_queries
+from sdcwatch.monitor.boards.board import Board, dashboard_link, scope_variables
 from sdcwatch.monitor.conditions import ACTIVE
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.looks import (
-    BLUE,
-    GREEN,
-    GREY,
-    GUARD_CODES,
-    GUARD_LOOKS,
-    ORANGE,
-    VERMILLION,
-    VerdictCode,
-    coded,
-)
 from sdcwatch.monitor.panels import (
     Column,
     Grid,
@@ -27,7 +16,7 @@ from sdcwatch.monitor.panels import (
     table_panel,
     timeline_panel,
 )
-from sdcwatch.monitor.queries import (
+from sdcwatch.monitor.promql import (
     GUARD_STATE,
     LAST_CLEAN_AUDIT_TIME,
     LAST_PROGRESS_TIME,
@@ -41,6 +30,17 @@ from sdcwatch.monitor.queries import (
     overhead_ratio,
     rate,
     select,
+)
+from sdcwatch.monitor.theme import (
+    BLUE,
+    GREEN,
+    GREY,
+    GUARD_CODES,
+    GUARD_LOOKS,
+    ORANGE,
+    VERMILLION,
+    VerdictCode,
+    coded,
 )
 from sdcwatch.monitor.tiles import (
     EVENTS,
@@ -57,11 +57,11 @@ from sdcwatch.monitor.tiles import (
 def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     limits = config.thresholds
     live = f"{fact(select(GUARD_STATE, scope, state=ACTIVE), scope)} == 1"
-    code = answers.verdict_code(scope)
+    code = run_queries.verdict_code(scope)
     unproven = f"({code}) >= {VerdictCode.LOSS_ONLY.value} <= {VerdictCode.NOT_CHECKED.value}"
     tainted = newest(select(GUARD_STATE, scope, state=GuardState.TAINTED), scope)
     checks = rate(select(VERDICTS, scope), scope, INTERVAL, "check", "outcome")
-    oldest = f"max(time() - ({answers.current(LAST_CLEAN_AUDIT_TIME, scope)} > 0 and {live}))"
+    oldest = f"max(time() - ({run_queries.current(LAST_CLEAN_AUDIT_TIME, scope)} > 0 and {live}))"
 
     def count(expression: str) -> Query:
         return Query(f"count({expression})", kind="instant")
@@ -84,7 +84,7 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
         (3, 3, stat_panel(
             "Ranks suspect",
             "Ranks somebody must act on, over all runs.",
-            Query(f"sum({answers.ranks_suspect(scope)})", kind="instant"),
+            Query(f"sum({run_queries.ranks_suspect(scope)})", kind="instant"),
             show=Show(unit="none", decimals=0, steps=EVENTS, empty="0"),
         )),
         (4, 3, stat_panel(
@@ -129,15 +129,15 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
 def _runs_table(config: MonitorConfig, scope: Scope) -> object:
     run = dashboard_link(config, "run", "var-run=${__data.fields.Run}")
     queries = (
-        answers.verdict_code(scope),
-        answers.guard_code(scope, held=True),
-        answers.ranks_suspect(scope),
-        answers.skipped_updates(scope),
-        answers.checkpoints(scope, CheckpointResult.WITHHELD),
-        answers.age(LAST_CLEAN_AUDIT_TIME, scope),
-        answers.current(STEPS_AT_RISK, scope),
-        answers.current(STEP, scope),
-        answers.age(LAST_PROGRESS_TIME, scope),
+        run_queries.verdict_code(scope),
+        run_queries.guard_code(scope, held=True),
+        run_queries.ranks_suspect(scope),
+        run_queries.skipped_updates(scope),
+        run_queries.checkpoints(scope, CheckpointResult.WITHHELD),
+        run_queries.age(LAST_CLEAN_AUDIT_TIME, scope),
+        run_queries.current(STEPS_AT_RISK, scope),
+        run_queries.current(STEP, scope),
+        run_queries.age(LAST_PROGRESS_TIME, scope),
         overhead_so_far(scope),
     )
     limits = config.thresholds
@@ -179,7 +179,7 @@ def fleet_board(config: MonitorConfig) -> Board:
         (11, 24, timeline_panel(
             "Guards over time",
             "State of each run's guard. A lane that ends without finished or failed vanished.",
-            Query(answers.guard_code(scope), "{{run}}"),
+            Query(run_queries.guard_code(scope), "{{run}}"),
             show=Show(
                 unit="none", looks=coded(GUARD_LOOKS, GUARD_CODES), empty="no guard in this range"
             ),
@@ -196,7 +196,7 @@ def fleet_board(config: MonitorConfig) -> Board:
             "The same GPU in several runs",
             "In how many runs of the range each GPU was suspect. Two independent runs that name "
             "the same GPU leave little doubt.",
-            (Query(answers.gpus_by_runs(scope), kind="table"),),
+            (Query(run_queries.gpus_by_runs(scope), kind="table"),),
             (
                 Column(source="gpu", name="GPU", link=(suspect, "History of this GPU")),
                 Column(source="node", name="Node"),

@@ -1,6 +1,6 @@
 """Draw each dashboard from the recorded runs, so that a reviewer sees what the person on call sees.
 
-    python scripts/preview.py [--out docs/images]
+    python tools/preview.py [--out docs/images]
 
 No Grafana is involved: grid, titles, units, thresholds, value mappings and table columns come from
 the generated JSON, the numbers from a real Prometheus that holds the recordings, and Chromium takes
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import preview_draw as draw
 from recorded import Recorded, recorded_prometheus, substitute
 
-from sdcwatch.monitor.queries import RANK_EVIDENCE, Scope, select
+from sdcwatch.monitor.promql import RANK_EVIDENCE, Scope, select
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 1560

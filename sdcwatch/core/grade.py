@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import (
     Action,
     Check,
@@ -23,7 +24,6 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.core.verdicts import is_alarm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

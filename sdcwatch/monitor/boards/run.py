@@ -7,12 +7,11 @@ series have gone stale. What follows explains them.
 from __future__ import annotations
 
 from sdcwatch.core.records import CheckpointResult
-from sdcwatch.monitor import answers, run_details
-from sdcwatch.monitor.boards import Board, scope_variables
+from sdcwatch.monitor import run_details, run_queries
+from sdcwatch.monitor.boards.board import Board, scope_variables
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.looks import GREEN, MODE_LOOKS, ORANGE, VERMILLION, YELLOW
 from sdcwatch.monitor.panels import Grid, Query, Show, stat_panel
-from sdcwatch.monitor.queries import (
+from sdcwatch.monitor.promql import (
     AUDITED_RANKS,
     COVERAGE,
     GUARD_STATE,
@@ -26,6 +25,7 @@ from sdcwatch.monitor.queries import (
     Scope,
     dashboard_scope,
 )
+from sdcwatch.monitor.theme import GREEN, MODE_LOOKS, ORANGE, VERMILLION, YELLOW
 from sdcwatch.monitor.tiles import (
     COVERAGE_BY_WORD,
     EVENTS,
@@ -42,7 +42,9 @@ from sdcwatch.monitor.tiles import (
 
 def _verdict_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     limits = config.thresholds
-    audited = f"{answers.current(AUDITED_RANKS, scope)} / {answers.current(WORLD_SIZE, scope)}"
+    audited = (
+        f"{run_queries.current(AUDITED_RANKS, scope)} / {run_queries.current(WORLD_SIZE, scope)}"
+    )
     grid.line(
         4,
         (1, 5, stat_panel(
@@ -50,27 +52,27 @@ def _verdict_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
             "Is this run clean? SUSPECT names a rank in the table below: take it out of the job. "
             "TAINTED: weights differ between replicas, resume from the last good checkpoint. "
             "NOT CHECKED: no audit has passed yet, or audits are off; it does not mean clean.",
-            Query(answers.verdict_code(scope), kind="instant"),
+            Query(run_queries.verdict_code(scope), kind="instant"),
             show=Show(looks=VERDICTS_BY_CODE, empty="? NOT CHECKED"),
         )),
         (2, 3, stat_panel(
             "Guard",
             "State of the guard. Degraded: some checks are off. Tainted: every later checkpoint is "
             "withheld. Failed: the run ended with an error.",
-            Query(answers.word(GUARD_STATE, "state", scope), kind="table"),
+            Query(run_queries.word(GUARD_STATE, "state", scope), kind="table"),
             show=Show(unit="none", looks=STATE_BY_WORD, fields="/^state$/", empty="no guard"),
         )),
         (3, 3, stat_panel(
             "Mode",
             "enforce: a failed check skips the update or stops the run. observe: it only reports.",
-            Query(answers.word(RUN_INFO, "mode", scope), kind="table"),
+            Query(run_queries.word(RUN_INFO, "mode", scope), kind="table"),
             show=Show(unit="none", looks=MODE_LOOKS, fields="/^mode$/", empty="unknown"),
         )),
         (4, 3, stat_panel(
             "Coverage",
             "What the replay audit compares. Loss only, or off: a wrong gradient can pass; the "
             "preflight record says why.",
-            Query(answers.word(COVERAGE, "coverage", scope), kind="table"),
+            Query(run_queries.word(COVERAGE, "coverage", scope), kind="table"),
             show=Show(unit="none", looks=COVERAGE_BY_WORD, fields="/^coverage$/", empty="? off"),
         )),
         (5, 2, stat_panel(
@@ -86,15 +88,15 @@ def _verdict_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
             "At risk",
             "Updates since the last clean audit: what a late finding would cost. Grows until the "
             "next audit passes.",
-            Query(answers.current(STEPS_AT_RISK, scope), kind="instant"),
+            Query(run_queries.current(STEPS_AT_RISK, scope), kind="instant"),
             show=Show(unit="none", decimals=0, steps=NEUTRAL),
         )),
         (7, 3, step_and_age(
             "Last clean audit",
             "Step and age of the last audit in which every comparison matched. Older than "
             f"{limits.clean_audit_age} in a live run is an alert.",
-            answers.current(LAST_CLEAN_AUDIT_STEP, scope),
-            answers.age(LAST_CLEAN_AUDIT_TIME, scope),
+            run_queries.current(LAST_CLEAN_AUDIT_STEP, scope),
+            run_queries.age(LAST_CLEAN_AUDIT_TIME, scope),
             ages(limits.clean_audit_age),
         )),
         (8, 3, stat_panel(
@@ -117,29 +119,29 @@ def _suspects_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
             "Updates skipped",
             "Optimizer updates that did not happen because a check failed, or that the loop left "
             "out. The loss scaler's own skips are not counted. See Skipped updates below.",
-            Query(answers.skipped_updates(scope), kind="instant"),
+            Query(run_queries.skipped_updates(scope), kind="instant"),
             show=Show(unit="none", decimals=0, steps=((None, GREEN), (1, ORANGE)), empty="0"),
         )),
         (12, 3, stat_panel(
             "Checkpoints withheld",
             "Checkpoints that were not written because a check had not passed. See Checkpoints "
             "below for the reasons.",
-            Query(answers.checkpoints(scope, CheckpointResult.WITHHELD), kind="instant"),
+            Query(run_queries.checkpoints(scope, CheckpointResult.WITHHELD), kind="instant"),
             show=Show(unit="none", decimals=0, steps=((None, GREEN), (1, ORANGE)), empty="0"),
         )),
         (13, 3, step_and_age(
             "Last good checkpoint",
             "Step and age of the last checkpoint that passed every check: where to resume from. "
             "Provisional ones do not count before the next clean audit.",
-            answers.highest(LAST_GOOD_CHECKPOINT_STEP, scope),
-            answers.since(answers.highest(LAST_GOOD_CHECKPOINT_TIME, scope)),
+            run_queries.highest(LAST_GOOD_CHECKPOINT_STEP, scope),
+            run_queries.since(run_queries.highest(LAST_GOOD_CHECKPOINT_TIME, scope)),
             ((None, GREEN), (6 * 3600, YELLOW), (24 * 3600, VERMILLION)),
         )),
         (14, 3, stat_panel(
             "Wrong, no name",
             "Verdicts that say something is wrong and cannot name a rank: unattributed, "
             "inconclusive, widespread, transport. Any of them needs a person.",
-            Query(answers.unnamed_findings(scope), kind="instant"),
+            Query(run_queries.unnamed_findings(scope), kind="instant"),
             show=Show(unit="none", decimals=0, steps=EVENTS, empty="0"),
         )),
     )  # fmt: skip

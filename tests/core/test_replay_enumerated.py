@@ -11,7 +11,9 @@ from functools import cache
 
 import pytest
 
-from sdcwatch.core.blame import (
+from sdcwatch.core.pairing import candidate_pairings
+from sdcwatch.core.records import Outcome
+from sdcwatch.core.replay import (
     AuditFacts,
     Bad,
     judge_audit,
@@ -19,8 +21,6 @@ from sdcwatch.core.blame import (
     plan_repeats,
     settle,
 )
-from sdcwatch.core.pairing import candidate_pairings
-from sdcwatch.core.records import Outcome
 
 LAYOUTS = ("3x1", "4x1", "3x2", "4x2", "3+2+2", "2+2+1")
 ROLES = tuple(

@@ -3,7 +3,7 @@
 Every rank sends its micro-batch to a rank on another node and recomputes the one it receives; loss
 bits and gradient fingerprints must be equal. On a mismatch ranks on third nodes recompute too, and
 before anybody is named, the rank and some that agree recompute again. Who is named is decided in
-`sdcwatch.core.blame`; this module only moves facts.
+`sdcwatch.core.replay`; this module only moves facts.
 
 Collectives on a clean audit: two point-to-point rounds and one MAX of one word. Source of the
 scheme: docs/protocol.md.
@@ -21,7 +21,9 @@ import torch
 
 from sdcwatch.checks.payload import MicroBatch, PayloadDamaged
 from sdcwatch.checks.replay import ReplayResult
-from sdcwatch.core.blame import (
+from sdcwatch.core.pairing import Pairing, draw_pairing
+from sdcwatch.core.records import Comparison, Phase
+from sdcwatch.core.replay import (
     AuditFacts,
     AuditJudgement,
     Bad,
@@ -35,8 +37,6 @@ from sdcwatch.core.blame import (
     struck_lately,
     widespread_limit,
 )
-from sdcwatch.core.pairing import Pairing, draw_pairing
-from sdcwatch.core.records import Comparison, Phase
 from sdcwatch.core.topology import Topology
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.framing import (

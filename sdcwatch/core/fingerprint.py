@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sdcwatch.core.records import Disagreement, Outcome
-from sdcwatch.core.wording import count, list_names, list_ranks
+from sdcwatch.core.text import count, list_names, list_ranks
 
 Fingerprint = tuple[int, int]
 

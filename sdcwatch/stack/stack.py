@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.monitor.local_config import (
+from sdcwatch.stack.config import (
     Scrape,
     alertmanager_config,
     datasource_config,
@@ -27,7 +27,9 @@ from sdcwatch.monitor.local_config import (
     write_grafana,
     write_yaml,
 )
-from sdcwatch.monitor.local_servers import (
+from sdcwatch.stack.receiver import Receiver
+from sdcwatch.stack.runbook import write_runbook
+from sdcwatch.stack.servers import (
     LOOPBACK,
     Interrupted,
     Server,
@@ -35,8 +37,6 @@ from sdcwatch.monitor.local_servers import (
     choose_port,
     find_binary,
 )
-from sdcwatch.monitor.receiver import Receiver
-from sdcwatch.monitor.runbook import write_runbook
 
 ALERTMANAGER_NAMES = ("alertmanager", "prometheus-alertmanager")
 GRAFANA_NAMES = ("grafana", "grafana-server")

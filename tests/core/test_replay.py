@@ -1,6 +1,8 @@
 import pytest
 
-from sdcwatch.core.blame import (
+from sdcwatch.core.pairing import Pairing
+from sdcwatch.core.records import Outcome
+from sdcwatch.core.replay import (
     REPEATS,
     STRIKE_WINDOW,
     STRIKES_TO_DOUBT,
@@ -15,8 +17,6 @@ from sdcwatch.core.blame import (
     struck_lately,
     widespread_limit,
 )
-from sdcwatch.core.pairing import Pairing
-from sdcwatch.core.records import Outcome
 
 ONE = Bad(0, 2, "x", "ok")
 RING = Pairing((2, 3, 4, 5, 0, 1), mutual=False)

@@ -1,4 +1,4 @@
-from sdcwatch.core.wording import count, list_names, list_ranks
+from sdcwatch.core.text import count, list_names, list_ranks
 
 
 def test_ranks_are_listed_in_order_once_and_shortened_when_many():

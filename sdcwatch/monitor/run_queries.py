@@ -5,8 +5,7 @@ from __future__ import annotations
 from sdcwatch.core.catalog import Metric
 from sdcwatch.core.records import CheckpointResult, Coverage, GuardState, Outcome, RankState
 from sdcwatch.monitor.conditions import OPEN, SKIPS, UNNAMED, open_suspects
-from sdcwatch.monitor.looks import GUARD_CODES, RANK_CODES, VerdictCode
-from sdcwatch.monitor.queries import (
+from sdcwatch.monitor.promql import (
     CHECKPOINTS,
     COVERAGE,
     GUARD_STATE,
@@ -29,6 +28,7 @@ from sdcwatch.monitor.queries import (
     summed,
     total,
 )
+from sdcwatch.monitor.theme import GUARD_CODES, RANK_CODES, VerdictCode
 
 WHO = ("rank", "node", "gpu")
 FINDINGS = tuple(o for o in Outcome if o is not Outcome.PASS)

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from sdcwatch.core.blame import (
+from sdcwatch.core.pairing import draw_pairing
+from sdcwatch.core.records import Outcome
+from sdcwatch.core.replay import (
     AGREEING_ASKED,
     REPEATS,
     AuditFacts,
@@ -16,8 +18,6 @@ from sdcwatch.core.blame import (
     struck_lately,
     widespread_limit,
 )
-from sdcwatch.core.pairing import draw_pairing
-from sdcwatch.core.records import Outcome
 
 AUDITS = 1000
 

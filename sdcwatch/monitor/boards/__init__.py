@@ -1,0 +1,1 @@
+"""The Grafana boards: what they share, and one module each."""

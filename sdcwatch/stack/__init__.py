@@ -1,0 +1,1 @@
+"""Prometheus, Alertmanager, Grafana and a page for notifications, started around a run."""
