@@ -110,9 +110,8 @@ def demo(faults: str, run_dir: Path | None, **options: Any) -> int:
     """
     from rich.console import Console
 
-    from sdcwatch.demo.prepare import RUNS_DIR, choose_plan, new_run, prepare
     from sdcwatch.demo.run import announce, run_demo
-    from sdcwatch.demo.settings import DemoSettings
+    from sdcwatch.demo.settings import RUNS_DIR, DemoSettings, choose_plan, new_run, prepare
 
     run = run_dir.name if run_dir is not None else new_run("demo")
     given = {name: value for name, value in options.items() if value is not None}
@@ -139,7 +138,7 @@ def report(run_dir: Path, plan_path: Path | None, out: Path | None) -> int:
     from rich.console import Console
 
     from sdcwatch.demo.closing import print_grade
-    from sdcwatch.demo.planted import planted_of
+    from sdcwatch.demo.settings import planted_of
     from sdcwatch.report.page import write_page
     from sdcwatch.report.read import read_run, world_size_of
 
@@ -147,7 +146,7 @@ def report(run_dir: Path, plan_path: Path | None, out: Path | None) -> int:
     graded = None
     if plan_path is not None:
         from sdcwatch.core.grade import grade
-        from sdcwatch.faults.yaml_form import load_plan
+        from sdcwatch.faults.plan import load_plan
 
         graded = grade(records, planted_of(load_plan(plan_path), world_size_of(records)))
     console = Console()

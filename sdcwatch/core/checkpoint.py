@@ -3,6 +3,8 @@
 Never green while blind: only a step that was itself audited clean gives `SAVED`. With audits off
 (one rank, coverage off, ``audit_every=None``) a checkpoint is saved, because withholding all of
 them would help nobody, but as `PROVISIONAL` for the reason `NO_AUDIT`, and nothing confirms it.
+
+Also when checks are due: steps are absolute, so that every rank and every resume agree.
 """
 
 from __future__ import annotations
@@ -98,3 +100,33 @@ def judge_checkpoint(facts: GateFacts) -> GateDecision:
         return GateDecision(True, CheckpointResult.SAVED, GateReason.OK, detail, age)
     detail = f"The last clean audit is {age} steps old; the next clean one confirms it."
     return GateDecision(True, CheckpointResult.PROVISIONAL, GateReason.OK, detail, age)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step > 0 and step % every == 0
+
+
+def audit_due(step: int, *, audit_every: int | None, checkpoint_every: int | None) -> bool:
+    """Whether `step` is an audit step: every `audit_every` steps, and wherever a checkpoint is due.
+
+    Args:
+        step: Training step, counted from 1.
+        audit_every: None turns audits off, on checkpoint steps too.
+        checkpoint_every: Steps between checkpoints, if they are known ahead.
+    """
+    if audit_every is None:
+        return False
+    return _due(step, audit_every) or _due(step, checkpoint_every)
+
+
+def fingerprint_due(
+    step: int, *, fingerprint_every: int | None, checkpoint_every: int | None
+) -> bool:
+    """Whether weights are compared after `step`: at step 0, periodically, and before checkpoints.
+
+    Args:
+        step: Training step, counted from 1; 0 is before the first update.
+        fingerprint_every: None leaves step 0 and checkpoint steps.
+        checkpoint_every: Steps between checkpoints, if they are known ahead.
+    """
+    return step == 0 or _due(step, fingerprint_every) or _due(step, checkpoint_every)

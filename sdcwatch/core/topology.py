@@ -1,10 +1,21 @@
-"""Who is where: the identity of each rank, and how ranks fall into fault domains."""
+"""Who is where: the identity of each rank, and how ranks fall into fault domains.
+
+A pairing, who recomputes whom in one audit, never gives a micro-batch to its own fault domain. It
+exists if and only if no domain holds more than half of the ranks: a domain with more has too few
+ranks elsewhere to serve it, and otherwise a cyclic shift of the ranks, sorted by domain, by the
+size of the largest domain works. Every rank calls these with the same arguments and gets the same
+answer; nothing is exchanged.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from sdcwatch.errors import ConfigurationError
 
 FaultDomain = Literal["node", "gpu"]
 
@@ -72,3 +83,153 @@ class Topology:
     def nodes(self) -> tuple[str, ...]:
         """Distinct node names in order of first appearance."""
         return tuple(dict.fromkeys(r.node for r in self.ranks))
+
+
+DOMAINS_TO_NAME = 3
+"""Fault domains needed to name a rank: its own, its partner's, and one that settles it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Who recomputes whose micro-batch in one audit.
+
+    Attributes:
+        replayer: ``replayer[p]`` recomputes the micro-batch of rank `p`.
+        mutual: Ranks recompute each other in pairs, so that both comparisons of a rank have the
+            same partner. Only drawn where nothing else exists.
+    """
+
+    replayer: tuple[int, ...]
+    mutual: bool
+
+    @property
+    def producer(self) -> tuple[int, ...]:
+        """``producer[r]`` is the rank whose micro-batch rank `r` recomputes."""
+        inverse = [0] * len(self.replayer)
+        for producer, replayer in enumerate(self.replayer):
+            inverse[replayer] = producer
+        return tuple(inverse)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Ranks grouped by fault domain, and the moves from one rank to another that are possible."""
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def equal(self) -> bool:
+        return len({len(ranks) for ranks in self.groups}) == 1
+
+    @property
+    def moves(self) -> tuple[tuple[int, int], ...]:
+        """Equal domains: (a, b) for domain + a, place + b. Unequal: (s, 0) for a shift by s."""
+        if self.equal:
+            domains, places = len(self.groups), len(self.groups[0])
+            every = [(a, b) for a in range(1, domains) for b in range(places)]
+            fresh = [(a, b) for a, b in every if 2 * a % domains or 2 * b % places]
+        else:
+            world, largest = sum(map(len, self.groups)), max(map(len, self.groups))
+            every = [(s, 0) for s in range(largest, world - largest + 1)]
+            fresh = [(s, b) for s, b in every if 2 * s != world]
+        return tuple(fresh or every)
+
+    def apply(self, move: tuple[int, int]) -> Pairing:
+        order = [rank for ranks in self.groups for rank in ranks]
+        replayer = [0] * len(order)
+        if self.equal:
+            for domain, ranks in enumerate(self.groups):
+                there = self.groups[(domain + move[0]) % len(self.groups)]
+                for place, rank in enumerate(ranks):
+                    replayer[rank] = there[(place + move[1]) % len(there)]
+        else:
+            for position, rank in enumerate(order):
+                replayer[rank] = order[(position + move[0]) % len(order)]
+        mutual = all(replayer[replayer[rank]] == rank for rank in order)
+        return Pairing(tuple(replayer), mutual)
+
+
+def _layout(topology: Topology) -> _Layout:
+    groups: dict[str, list[int]] = {}
+    for rank, domain in enumerate(topology.domains):
+        groups.setdefault(domain, []).append(rank)
+    return _Layout(tuple(map(tuple, groups.values())))
+
+
+def pairing_problem(topology: Topology) -> str | None:
+    """Why no pairing exists, as a clause for a sentence, or None if one does."""
+    world = topology.world_size
+    if world < 2:
+        return f"an audit needs at least 2 ranks, and there is {world}"
+    domain, size = max(topology.domain_sizes.items(), key=lambda item: item[1])
+    if 2 * size <= world:
+        return None
+    return (
+        f"no {topology.fault_domain} may hold more than half of the ranks, "
+        f"and {domain} holds {size} of {world}"
+    )
+
+
+def candidate_pairings(topology: Topology) -> tuple[Pairing, ...]:
+    """Every pairing that `draw_pairing` can give, in a fixed order; empty if none exists."""
+    if pairing_problem(topology) is not None:
+        return ()
+    layout = _layout(topology)
+    return tuple(layout.apply(move) for move in layout.moves)
+
+
+def draw_pairing(topology: Topology, *, step: int, seed: int) -> Pairing:
+    """The pairing of the audit at `step`: drawn anew each audit, the same on every rank.
+
+    A hash of (seed, step) draws it, so it depends on no generator's state and on no Python version.
+
+    Raises:
+        ConfigurationError: No pairing exists.
+    """
+    problem = pairing_problem(topology)
+    if problem is not None:
+        msg = (
+            f"Expected a topology in which ranks can audit each other, but got one where {problem}."
+            ' Spread the ranks evenly, or pass fault_domain="gpu" or audit_every=None.'
+        )
+        raise ConfigurationError(msg)
+    layout = _layout(topology)
+    digest = hashlib.sha256(f"pairing {seed} {step}".encode()).digest()
+    moves = layout.moves
+    return layout.apply(moves[int.from_bytes(digest[:8], "big") % len(moves)])
+
+
+def choose_fault_domain(
+    ranks: Sequence[RankInfo], requested: Literal["auto", "node", "gpu"]
+) -> tuple[FaultDomain, str]:
+    """The fault domain to use and a warning to show once, or "".
+
+    ``"auto"`` means nodes if there are three and they can be paired, else each GPU for itself.
+    """
+    by_node, by_gpu = Topology(tuple(ranks), "node"), Topology(tuple(ranks), "gpu")
+    nodes = len(by_node.nodes)
+    if requested == "node":
+        if nodes >= DOMAINS_TO_NAME:
+            return "node", ""
+        return "node", (
+            f"With {nodes} node{'s' * (nodes != 1)} a replay mismatch is detected but names no "
+            f"rank: naming one takes {DOMAINS_TO_NAME} nodes."
+        )
+    few = (
+        f" With {len(ranks)} rank{'s' * (len(ranks) != 1)} a replay mismatch names no rank: "
+        f"naming one takes {DOMAINS_TO_NAME}."
+        if len(ranks) < DOMAINS_TO_NAME
+        else ""
+    )
+    if requested == "gpu":
+        return "gpu", few.strip()
+    problem = pairing_problem(by_node)
+    if nodes >= DOMAINS_TO_NAME and problem is None:
+        return "node", ""
+    why = problem or f"{nodes} nodes cannot settle who is wrong"
+    if nodes == 1:
+        why = "all ranks are on one node"
+    return by_gpu.fault_domain, (
+        f"Each GPU counts as its own fault domain because {why}; "
+        f"a fault that a whole node shares can go unseen.{few}"
+    )

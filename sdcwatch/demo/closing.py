@@ -23,16 +23,14 @@ from sdcwatch.core.records import (
 )
 from sdcwatch.core.summary import RunSummary, fold
 from sdcwatch.core.text import list_ranks
-from sdcwatch.demo.drift import read_drift, tell_drift
-from sdcwatch.demo.lines import CHECK_NAMES, outcome_words
-from sdcwatch.demo.planted import planted_of
-from sdcwatch.demo.settings import DemoSettings
+from sdcwatch.demo.display import CHECK_NAMES, outcome_words
+from sdcwatch.demo.settings import PLAN_NAME, DemoSettings, planted_of
+from sdcwatch.demo.unguarded import read_drift, tell_drift
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.faults.plan import FaultPlan
 from sdcwatch.report import can_write_pages
 from sdcwatch.report.read import read_run
 
-PLAN_NAME = "plan.yaml"
 _SCRAPED_PORT = 9464
 """Where the local stack looks for a run unless told otherwise."""
 

@@ -12,10 +12,9 @@ from rich.console import Console
 
 from sdcwatch.core.records import Record, RunFinished
 from sdcwatch.demo.closing import close_guarded, close_unguarded
-from sdcwatch.demo.display import Display
+from sdcwatch.demo.display import Display, EntryTail, RecordTail
 from sdcwatch.demo.processes import Launch, rank_errors
 from sdcwatch.demo.settings import UNGUARDED_LOG, DemoSettings
-from sdcwatch.demo.tail import EntryTail, RecordTail
 from sdcwatch.faults.plan import FaultPlan
 
 _LOOK_SECONDS = 0.1

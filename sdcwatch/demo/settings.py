@@ -1,13 +1,22 @@
-"""What a demo run is told: one frozen value that travels from the command line to every rank."""
+"""What a demo run is told: one frozen value that travels from the command line to every rank.
+
+Everything is settled before a rank starts: the directory, the port, the plan of faults, and what a
+grade needs to know of it.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from sdcwatch.core.grade import Planted
 from sdcwatch.errors import ConfigurationError
+from sdcwatch.faults.plan import Expectation, Fault, FaultPlan, dump_plan, load_plan
 
 WandbMode = Literal["offline", "online", "off"]
 
@@ -111,3 +120,161 @@ class DemoSettings:
         for name in ("run_dir", "plan"):
             values[name] = Path(values[name]) if values[name] is not None else None
         return cls(**values)
+
+
+PLAN_NAME = "plan.yaml"
+RUNS_DIR = Path("sdcwatch-runs")
+
+
+def new_run(prefix: str) -> str:
+    """A name that no other run has."""
+    return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def choose_plan(faults: str, world_size: int) -> FaultPlan:
+    """The plan that ``--faults`` names.
+
+    Args:
+        faults: "default", "none", or the path of a YAML file.
+        world_size: Number of ranks, which every rank of the plan must fit.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or names a rank that the run does not have.
+    """
+    if faults == "none":
+        return FaultPlan()
+    if faults == "default":
+        return fit_to(load_plan(DEFAULT_PLAN), world_size)
+    plan = load_plan(faults)
+    check_ranks(plan, world_size)
+    return plan
+
+
+def prepare(settings: DemoSettings, plan: FaultPlan) -> DemoSettings:
+    """Make the run directory, keep the plan in it, and settle the port.
+
+    Raises:
+        ConfigurationError: The directory cannot be made, or already holds something.
+    """
+    run_dir = settings.run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        occupied = any(run_dir.iterdir())
+    except OSError as error:
+        msg = f"Expected to create {run_dir}, but got: {error.strerror}. Pass another --run-dir."
+        raise ConfigurationError(msg) from error
+    if occupied:
+        msg = f"Expected a new or empty --run-dir, but {run_dir} holds files. Pass another."
+        raise ConfigurationError(msg)
+    path = None
+    if plan.faults:
+        path = run_dir / PLAN_NAME
+        path.write_text(dump_plan(plan), encoding="utf-8")
+    port = settings.metrics_port or _free_port(settings.metrics_host)
+    return replace(settings, plan=path, metrics_port=port)
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now; both segments of a run use the same one."""
+    try:
+        with socket.create_server((host, 0)) as server:
+            port: int = server.getsockname()[1]
+            return port
+    except OSError as error:
+        msg = (
+            f"Expected --metrics-host to be an address of this machine, but got {host!r}: {error}."
+        )
+        raise ConfigurationError(msg) from error
+
+
+EVER = 2**31
+_DIVERGING_SITES = ("weight", "optimizer_state", "all_reduce")
+_FEWEST_RANKS = 3
+"""With fewer, nobody can settle whether producer or replayer is wrong."""
+
+
+def planted_of(plan: FaultPlan, world_size: int) -> tuple[Planted, ...]:
+    """What a grade needs to know of each fault."""
+    return tuple(_planted(fault, world_size) for fault in plan.faults)
+
+
+def _planted(fault: Fault, world_size: int) -> Planted:
+    first, last = span_of(fault)
+    ranks = tuple(range(world_size)) if fault.ranks == "all" else fault.ranks
+    common = Planted(
+        name=fault.label,
+        where=" ".join(
+            filter(None, (fault.kind.replace("_", " "), "in", fault.site, fault.target))
+        ),
+        ranks=ranks,
+        first_step=first,
+        last_step=last,
+        expected="nothing stated",
+    )
+    if isinstance(fault.expect, Expectation):
+        wanted = fault.expect
+        return replace(
+            common,
+            expected="verdict",
+            check=wanted.check,
+            outcome=wanted.outcome,
+            named=wanted.ranks,
+            step=wanted.step,
+        )
+    return replace(common, expected="miss") if fault.expect == "miss" else common
+
+
+def span_of(fault: Fault) -> tuple[int, int]:
+    """First and last step at which a fault may act."""
+    if fault.step is not None:
+        return fault.step, fault.step
+    return fault.steps if fault.steps is not None else (1, EVER)
+
+
+def fit_to(plan: FaultPlan, world_size: int) -> FaultPlan:
+    """The plan with every rank taken modulo the world size: for the plan that ships with the demo.
+
+    Raises:
+        ConfigurationError: Too few ranks to settle an audit.
+    """
+    if world_size < _FEWEST_RANKS:
+        msg = (
+            f"Expected at least {_FEWEST_RANKS} ranks for the default faults, but got "
+            f"{world_size}. Pass more --nodes, a fault plan of your own, or --faults none."
+        )
+        raise ConfigurationError(msg)
+    return replace(plan, faults=tuple(_fit(fault, world_size) for fault in plan.faults))
+
+
+def _fit(fault: Fault, world_size: int) -> Fault:
+    wanted = fault.expect
+    if isinstance(wanted, Expectation):
+        wanted = replace(wanted, ranks=tuple(r % world_size for r in wanted.ranks))
+    ranks = fault.ranks if fault.ranks == "all" else tuple(r % world_size for r in fault.ranks)
+    return replace(fault, ranks=ranks, expect=wanted)
+
+
+def check_ranks(plan: FaultPlan, world_size: int) -> None:
+    """Check that every rank of the plan exists.
+
+    Raises:
+        ConfigurationError: One does not.
+    """
+    for fault in plan.faults:
+        absent = [r for r in fault.ranks if r != "all" and int(r) >= world_size]
+        if absent:
+            msg = (
+                f"Expected ranks below {world_size}, but got rank {absent[0]} in fault "
+                f"{fault.label!r}. Correct the plan, or pass more --nodes."
+            )
+            raise ConfigurationError(msg)
+
+
+def after(plan: FaultPlan, step: int) -> FaultPlan:
+    """What is left of a plan once the machine that failed at `step` has been replaced."""
+    return replace(plan, faults=tuple(f for f in plan.faults if span_of(f)[0] > step))
+
+
+def may_stop(plan: FaultPlan) -> bool:
+    """Whether the plan holds a fault that makes replicas differ, which ends a segment."""
+    return any(fault.site in _DIVERGING_SITES for fault in plan.faults)

@@ -16,15 +16,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
-from sdcwatch.demo.model import GPT, GPTConfig
-from sdcwatch.demo.planted import after, may_stop
+from sdcwatch.demo.model import GPT, Batch, GPTConfig, draw_batch, load_text
 from sdcwatch.demo.settings import (
     AUDIT_EVERY,
     CHECKPOINT_EVERY,
     FINGERPRINT_EVERY,
     DemoSettings,
+    after,
+    may_stop,
 )
-from sdcwatch.demo.text import Batch, draw_batch, load_text
 from sdcwatch.demo.unguarded import Unguarded
 from sdcwatch.faults import FaultPlan, Injector, load_plan
 from sdcwatch.report import can_write_pages

@@ -13,8 +13,8 @@ from sdcwatch.faults.plan import Expectation, Fault, FaultPlan
 
 if TYPE_CHECKING:
     from sdcwatch.faults.injector import Injector
+    from sdcwatch.faults.plan import load_plan, parse_plan
     from sdcwatch.faults.planter import Planted, read_log
-    from sdcwatch.faults.yaml_form import load_plan, parse_plan
 
 __all__ = [
     "Expectation",
@@ -31,8 +31,8 @@ _LAZY = {
     "Injector": "injector",
     "Planted": "planter",
     "read_log": "planter",
-    "load_plan": "yaml_form",
-    "parse_plan": "yaml_form",
+    "load_plan": "plan",
+    "parse_plan": "plan",
 }
 
 

@@ -24,12 +24,14 @@ from sdcwatch.faults.messages import expect
 from sdcwatch.faults.plan import Fault, FaultPlan
 from sdcwatch.faults.planter import Planted, Planter
 from sdcwatch.faults.reduction import CommHook, GradientAliases, corrupting_hook
-from sdcwatch.faults.structures import find_entry, find_tensor, replace_tensor
 from sdcwatch.faults.targets import (
     bare_module,
     check_plan,
+    find_entry,
+    find_tensor,
     innermost,
     is_ddp,
+    replace_tensor,
     state_tensor,
     without_compile,
 )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, cast, get_args
 
 from sdcwatch.core.records import Check, Outcome
@@ -370,7 +372,7 @@ class FaultPlan:
         Raises:
             ImportError: PyYAML is missing; the message names the extra.
         """
-        from sdcwatch.faults.yaml_form import dump_plan
+        from sdcwatch.faults.plan import dump_plan
 
         return dump_plan(self)
 
@@ -397,3 +399,57 @@ def _entry(position: int, data: Any) -> Fault:
     except ConfigurationError as error:
         msg = f"Fault {position} of the plan: {error}"
         raise ConfigurationError(msg) from error
+
+
+def _yaml() -> ModuleType:
+    """PyYAML, which only fault plans in files need."""
+    try:
+        import yaml
+    except ImportError as error:  # pragma: no cover - exercised in a process without PyYAML
+        msg = "Expected PyYAML for fault plans, but it is missing. Do: pip install 'sdcwatch[monitor]'"
+        raise ImportError(msg) from error
+    return yaml
+
+
+def load_plan(path: Path | str) -> FaultPlan:
+    """Read a fault plan.
+
+    Args:
+        path: A YAML file in the form of docs/faults.md.
+
+    Raises:
+        ConfigurationError: The file is missing, is no YAML, or holds a plan that cannot work; the
+            message names the file and the fault.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        msg = f"Expected a fault plan at {path}, but got: {error.strerror}. Check the path."
+        raise ConfigurationError(msg) from error
+    try:
+        return parse_plan(text)
+    except ConfigurationError as error:
+        msg = f"{path}: {error}"
+        raise ConfigurationError(msg) from error
+
+
+def parse_plan(text: str) -> FaultPlan:
+    """A fault plan from YAML text.
+
+    Raises:
+        ConfigurationError: The text is no YAML or holds a plan that cannot work.
+    """
+    yaml = _yaml()
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        msg = f"Expected YAML, but got: {error}. Correct the syntax there."
+        raise ConfigurationError(msg) from error
+    return FaultPlan.from_dict({} if data is None else data)
+
+
+def dump_plan(plan: FaultPlan) -> str:
+    """A fault plan as YAML text; `parse_plan` is the inverse."""
+    # non-ASCII text is escaped: PyYAML folds some of it, U+0085 for one, if it may write it plainly
+    text: str = _yaml().safe_dump(plan.to_dict(), sort_keys=False)
+    return text

@@ -21,12 +21,12 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
-from sdcwatch.guard.agreement import Operation, agree
 from sdcwatch.guard.checkpoint import require_place
+from sdcwatch.guard.exchange import Operation, agree
+from sdcwatch.guard.fingerprint import Replicas
 from sdcwatch.guard.join import JoinableGuard
 from sdcwatch.guard.optimizer import OptimizerHooks
-from sdcwatch.guard.replicas import Replicas
-from sdcwatch.guard.reporter import say
+from sdcwatch.guard.reporter import LOG
 from sdcwatch.guard.setup import assemble, register_hook
 from sdcwatch.guard.step import Steps
 
@@ -246,7 +246,7 @@ class Guard(JoinableGuard):
     def _say_once_more(self, error: BaseException | None) -> None:
         """A finding ends the process without a traceback: the leader says it, whatever happens."""
         if isinstance(error, CorruptionDetected) and self._parts.exchange.rank == 0:
-            say(f"sdcwatch: stopped: {error}")
+            LOG.critical("stopped: %s", error)
 
     def _leave(self, finished: RunFinished) -> None:
         parts = self._parts
@@ -255,6 +255,7 @@ class Guard(JoinableGuard):
             parts.watchdog.close()
         parts.reporter.emit(finished)
         parts.reporter.close()
+        parts.close_console()
         parts.exchange.close()
 
     def _finished(self, error: BaseException | None) -> RunFinished:

@@ -7,28 +7,34 @@ when it passes, a roll-call through the store finds out who is missing, and `Ran
 On CUDA the two-word all-reduce of every step runs on DDP's own group, on the device: the end of the
 backward is a fixed point of the host order there, and no second communicator is needed. Everything
 else stays on gloo with CPU copies, where a deadline is an exception.
+
+Every operation of the guard begins with one MAX of (word, ~word), a word being (operation, step,
+code): the largest and the smallest word of all ranks in one call. If they differ in operation or
+step, ranks are not at the same place, and everybody learns it together.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from sdcwatch.errors import ConfigurationError, RankGone
-from sdcwatch.guard.reporter import say
+from sdcwatch.errors import ConfigurationError, Desync, RankGone
+from sdcwatch.guard.watchdog import RollCall, what_is_known
 
-_LEFT = "left: "
 _POLL_SECONDS = 0.05
-_GRACE_SECONDS = 0.5
 SAVE_SECONDS = 3600.0
 """How long other ranks wait for one that saves a checkpoint."""
 HARD_SECONDS = 2 * SAVE_SECONDS
 """After that long an operation would destroy the group; longer than any soft deadline."""
+LOG = logging.getLogger("sdcwatch")
 NEUTRAL = -(2**63)
 """What a rank that has no word contributes to a MAX: it never wins."""
 
@@ -99,79 +105,6 @@ class Exchange(Protocol):
     def close(self) -> None:
         """Give back what the group holds. No collective."""
         ...
-
-
-class RollCall:
-    """Finds absent ranks through the store, which works when collectives do not.
-
-    Every rank that waits in vain posts ``here``; a watchdog thread on the others answers with what
-    its rank is doing. Who has posted nothing when the window closes is gone. Calls are numbered, so
-    that two of them at a time, for different operations, both get their answers.
-    """
-
-    def __init__(self, store: Any, rank: int, world_size: int, window_seconds: float) -> None:
-        self._store, self.rank, self.world_size = store, rank, world_size
-        self.window_seconds = window_seconds
-        self._position = "starting"
-        self._answered = 0
-
-    def position(self, text: str) -> None:
-        """Remember what this rank is doing."""
-        self._position = text
-
-    def leave(self, note: str) -> None:
-        """Leave a note under this rank's name; a lost store is no error, the rank is leaving."""
-        try:
-            self._store.set(f"left/{self.rank}", note or "left")
-        except Exception:  # the store dies with the rank that hosts it
-            return
-
-    def answer(self) -> None:
-        """Answer roll-calls of other ranks; called from the watchdog thread."""
-        number = self._store.add("calls", 0)
-        if number > self._answered:
-            self._store.set(f"alive/{self.rank}", f"{number} {self._position}")
-            self._answered = number
-
-    def call(self, where: str) -> tuple[tuple[int, ...], dict[int, str], str]:
-        """Post ``here`` and wait for the others.
-
-        Returns:
-            Absent ranks, what is known of each (a leaver's note or what it is doing), and what
-            went wrong with the store, if anything did; a store that is gone from the start tells
-            nothing of anybody.
-        """
-        missing: set[int] = set()
-        known: dict[int, str] = {}
-        try:
-            self._store.set(f"here/{where}/{self.rank}", "1")
-            number = self._store.add("calls", 1)
-            end = time.monotonic() + self.window_seconds
-            others = set(range(self.world_size)) - {self.rank}
-            while True:
-                missing = {r for r in others if not self._store.check([f"here/{where}/{r}"])}
-                known = self._known(missing, number)
-                gone = all(known.get(r, "").startswith(_LEFT) for r in missing)
-                if gone or time.monotonic() > end:
-                    break
-                self.answer()
-                time.sleep(_POLL_SECONDS)
-            time.sleep(_GRACE_SECONDS)  # the others read too, and this rank may host the store
-            return tuple(sorted(missing)), known, ""
-        except Exception as error:  # every store raises its own type
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            return tuple(sorted(missing)), known, problem
-
-    def _known(self, missing: set[int], call: int) -> dict[int, str]:
-        known = {}
-        for rank in sorted(missing):
-            if self._store.check([f"left/{rank}"]):
-                known[rank] = _LEFT + self._store.get(f"left/{rank}").decode()
-            elif self._store.check([f"alive/{rank}"]):
-                number, _, text = self._store.get(f"alive/{rank}").decode().partition(" ")
-                if int(number) >= call:  # an older answer may be that of a rank which died since
-                    known[rank] = f"is alive, {text}"
-        return known
 
 
 class GlooExchange:
@@ -299,7 +232,7 @@ class GlooExchange:
         said.append(f"waited {waited:.1f} s: {str(error).splitlines()[0][:120]}")
         gone = RankGone(absent, "; ".join(said), where)
         if self.on_absent is None:  # during init: nobody has said it yet
-            say(f"sdcwatch: {gone}")
+            LOG.critical(gone)
         raise gone from error
 
     def mark_joined(self) -> None:
@@ -324,20 +257,6 @@ class GlooExchange:
 
     def close(self) -> None:
         """Nothing to give back: the group ends with this object."""
-
-
-def what_is_known(absent: Sequence[int], known: Mapping[int, str], store_error: str) -> str:
-    """The result of a roll-call in words."""
-    said = [f"rank {r} {text}" for r, text in known.items()]
-    said += [f"rank {r} gave no sign of life" for r in absent if r not in known]
-    if store_error:
-        said.append(
-            f"the store is gone too ({store_error[:80]}): the rank that hosts it has ended, which "
-            "is global rank 0 unless the launcher hosts it"
-        )
-    elif not absent:
-        said.append("every rank answered the roll-call late; one of them was slow")
-    return "; ".join(said)
 
 
 def _own_store(parent: Any) -> Any:
@@ -391,3 +310,61 @@ def leave_world() -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+_CODE_BITS = 8
+_STEP_BITS = 48
+
+
+class Operation(IntEnum):
+    """What a rank is about to do."""
+
+    STEP = 1
+    WEIGHTS = 2
+    SAVE = 3
+
+    @property
+    def words(self) -> str:
+        """As it reads in an error."""
+        return {1: "the end of the backward", 2: "the weight check", 3: "save_checkpoint"}[self]
+
+
+class Code(IntEnum):
+    """What a rank has to say at the end of its backward; the largest of all ranks counts."""
+
+    CLEAN = 0
+    NO_RECORD = 1
+    """The loop did not call guard.forward."""
+    SEEN = 2
+    """A non-finite value, or gradients that were not reduced."""
+
+
+def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) -> int:
+    """Meet all ranks at an operation of a step. Every rank calls it.
+
+    Returns:
+        The largest code of all ranks.
+
+    Raises:
+        Desync: Ranks are at different operations or steps; names who is where.
+        RankGone: A rank did not answer within the deadline.
+    """
+    where = f"{operation.words} of step {step}"
+    exchange.position(where)
+    word = (((operation << _STEP_BITS) | step) << _CODE_BITS) | code
+    on_device = operation is Operation.STEP
+    top, complement = exchange.max_words((word, ~word), where, on_device=on_device)
+    bottom = ~complement
+    if top >> _CODE_BITS != bottom >> _CODE_BITS:
+        rows = exchange.gather(json.dumps(where).encode(), where)
+        error = Desync({rank: json.loads(row) for rank, row in enumerate(rows)})
+        LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
+        raise error
+    exchange.position(f"in the training loop after {where}")
+    return top & ((1 << _CODE_BITS) - 1)
+
+
+def missing_ranks(exchange: Exchange, where: str, *, here: bool) -> tuple[int, ...]:
+    """The ranks that are not `here`. Every rank calls it."""
+    rows = exchange.gather(b"1" if here else b"", where)
+    return tuple(rank for rank, row in enumerate(rows) if not row)

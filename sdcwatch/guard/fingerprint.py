@@ -3,15 +3,20 @@
 The fast path folds the fingerprints of all tensors into one 63-bit digest d and takes the MAX of
 (d, ~d), which gives maximum and minimum at once. Only if they differ are the per-tensor
 fingerprints gathered, and `sdcwatch.core.fingerprint` says who dissents.
+
+A failed check taints the run for good: the wrong weight is in the replica.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +27,18 @@ from sdcwatch.checks.fingerprint import (
     salt,
     to_pairs,
 )
+from sdcwatch.core.checkpoint import fingerprint_due
 from sdcwatch.core.fingerprint import FingerprintJudgement, judge_fingerprints
-from sdcwatch.core.records import Disagreement
-from sdcwatch.errors import SchemaMismatch
-from sdcwatch.guard.exchange import Exchange
-from sdcwatch.guard.reporter import say
+from sdcwatch.core.records import Check, Disagreement, GateReason, GuardState, Phase, Verdict
+from sdcwatch.errors import CorruptionDetected, SchemaMismatch
+from sdcwatch.guard.exchange import Exchange, Operation, agree
+
+if TYPE_CHECKING:
+    from sdcwatch.guard.setup import Parts
+
 
 Named = Sequence[tuple[str, torch.Tensor]]
+LOG = logging.getLogger("sdcwatch")
 DESCRIBED = 10
 """Tensors that differ of which the bits are looked at."""
 DESCRIBED_BYTES = 2**28
@@ -138,7 +148,7 @@ def require_same_schema(exchange: Exchange, named: Named) -> None:
         return
     rows = [json.loads(r) for r in exchange.gather(encoded, "the comparison of model schemas")]
     error = SchemaMismatch(schema_differences(rows))
-    say(f"sdcwatch: {error}")  # uncaught it ends the process without a word, as SystemExit does
+    LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
     raise error
 
 
@@ -157,3 +167,78 @@ def schema_differences(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
     if not said:
         said.append("the parameters come in a different order")
     return said[:10]
+
+
+class Replicas:
+    """Check 3 in the course of a run.
+
+    Attributes:
+        tainted: The verdict that tainted the run, or None.
+        passed_at: Step of the latest check that passed.
+        loss_gradient: The gradient that arrived at the latest loss: tells apart loss scales.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.tainted: Verdict | None = None
+        self.passed_at: int | None = None
+        self.loss_gradient: torch.Tensor | None = None
+
+    def after_update(self, step: int) -> None:
+        """Compare if it is due. Every rank calls it after the same update."""
+        config = self._parts.config
+        due = fingerprint_due(
+            step,
+            fingerprint_every=config.fingerprint_every,
+            checkpoint_every=config.checkpoint_every,
+        )
+        if due and self.tainted is None and not self._parts.exchange.anyone_joined():
+            agree(self._parts.exchange, Operation.WEIGHTS, step)
+            self.check(step)
+
+    def check(self, step: int, *, saving: bool = False) -> None:
+        """Compare now. Every rank calls it at the same step.
+
+        Args:
+            step: The step.
+            saving: A checkpoint waits for the answer; it is withheld if replicas differ.
+
+        Raises:
+            CorruptionDetected: Replicas differ, unless the guard only observes.
+        """
+        reporter = self._parts.reporter
+        with reporter.timed(Check.FINGERPRINT, Phase.DIGEST):
+            equal = self._parts.weights.equal(f"the weight check of step {step}")
+        reporter.window.weight_checks += 1
+        if not equal:
+            self.differ(step, saving=saving)
+            return
+        reporter.passed(Check.FINGERPRINT)
+        reporter.last_weight_check = (step, time.time())
+        self.passed_at = step
+
+    def differ(self, step: int, *, saving: bool = False) -> None:
+        """Replicas differ: say who dissents, once, and stop unless the guard only observes.
+
+        The checkpoint of this step is withheld if one waits for the answer or is due.
+
+        Raises:
+            CorruptionDetected: Unless the guard only observes.
+        """
+        if self.tainted is not None:
+            return
+        parts, config = self._parts, self._parts.config
+        gradient = self.loss_gradient
+        judgement = parts.weights.dissent(
+            f"the weight check of step {step}", None if gradient is None else float(gradient)
+        )
+        tensors = len(parts.guarded.replicated(buffers=config.buffers))
+        verdict = self.tainted = parts.verdicts.fingerprint(step, judgement, tensors)
+        parts.reporter.emit(verdict)
+        parts.reporter.enter(GuardState.TAINTED, "the replicas hold different weights")
+        if config.mode == "observe":
+            return
+        every = config.checkpoint_every
+        if saving or (every is not None and step % every == 0 < step):
+            parts.checkpoints.withhold(step, GateReason.FINGERPRINT, verdict.reason, None)
+        raise CorruptionDetected(verdict)

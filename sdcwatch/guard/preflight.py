@@ -9,10 +9,9 @@ from dataclasses import asdict
 import torch
 
 from sdcwatch.core.preflight import PreflightJudgement, SelfAudit, judge_preflight
-from sdcwatch.core.records import Coverage
+from sdcwatch.core.records import SHOWN, Coverage
 from sdcwatch.guard.exchange import Exchange
-from sdcwatch.guard.framing import result_table
-from sdcwatch.guard.replay import SHOWN, OwnStep, Replay, environment_differences
+from sdcwatch.guard.replay import OwnStep, Replay, environment_differences, result_table
 
 
 class Preflight:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sdcwatch.checks.payload import MicroBatch, PayloadDamaged
+from sdcwatch.checks.fingerprint import digest_tensor
+from sdcwatch.checks.payload import MicroBatch, NotTransportable, PayloadDamaged, pack, unpack
 from sdcwatch.checks.replay import ReplayResult
-from sdcwatch.core.pairing import Pairing, draw_pairing
-from sdcwatch.core.records import Comparison, Phase
+from sdcwatch.core.records import SHOWN, Comparison, Phase
 from sdcwatch.core.replay import (
     AuditFacts,
     AuditJudgement,
@@ -37,22 +37,12 @@ from sdcwatch.core.replay import (
     struck_lately,
     widespread_limit,
 )
-from sdcwatch.core.topology import Topology
+from sdcwatch.core.topology import Pairing, Topology, draw_pairing
 from sdcwatch.guard.exchange import Exchange
-from sdcwatch.guard.framing import (
-    frame_table,
-    pack_or_nothing,
-    result_table,
-    unframe_table,
-    unpack_or_error,
-    value_of,
-)
 
 Replay = Callable[[MicroBatch], ReplayResult]
 SLACK = 3.0
 """How much slower than this rank's slowest replay another rank's may be."""
-SHOWN = 10
-"""Tensor names that a record carries at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,3 +383,54 @@ def _as_json(finding: _Finding) -> dict[str, object]:
 
 def _from_json(data: dict[str, object]) -> _Finding:
     return _Finding(**{**data, "bad": tuple(data["bad"])})  # type: ignore[arg-type]
+
+
+def pack_or_nothing(micro_batch: MicroBatch) -> torch.Tensor:
+    """The packed micro-batch, or no bytes if it does not pickle: the receiver reports that."""
+    try:
+        return pack(micro_batch)
+    except NotTransportable:
+        return torch.empty(0, dtype=torch.uint8)
+
+
+def unpack_or_error(payload: torch.Tensor, device: torch.device) -> MicroBatch | str:
+    """The micro-batch in `payload`, or why it cannot be read here; "transport" if damaged."""
+    if payload.numel() == 0:
+        return "NotTransportable: the batch does not pickle on the sending rank"
+    try:
+        return unpack(payload, device)
+    except PayloadDamaged:
+        return "transport"
+    except NotTransportable as error:
+        return f"NotTransportable: {error}"
+
+
+def result_table(loss: tuple[int, int], gradients: torch.Tensor | None) -> torch.Tensor:
+    """Loss digest and gradient fingerprints as one int64 (1 + parameters, 2) CPU tensor."""
+    signed = [v - 2**64 if v >= 2**63 else v for v in loss]
+    head = torch.tensor([signed], dtype=torch.int64)
+    return head if gradients is None else torch.cat([head, gradients.cpu()])
+
+
+def value_of(table: torch.Tensor) -> str:
+    """One opaque word that is equal exactly if two tables are."""
+    return "-".join(f"{v & (2**64 - 1):016x}" for v in digest_tensor(table).tolist())
+
+
+def frame_table(table: torch.Tensor) -> torch.Tensor:
+    """A table and its own fingerprint as bytes."""
+    return torch.cat([table, digest_tensor(table).reshape(1, 2)]).view(torch.uint8).flatten()
+
+
+def unframe_table(data: torch.Tensor) -> torch.Tensor:
+    """Inverse of `frame_table`.
+
+    Raises:
+        PayloadDamaged: The fingerprint does not fit.
+    """
+    words = data.view(torch.int64).reshape(-1, 2)
+    table = words[:-1]
+    if not torch.equal(digest_tensor(table), words[-1]):
+        msg = "Expected the table that was sent, but its fingerprint differs. Check the network."
+        raise PayloadDamaged(msg)
+    return table

@@ -8,16 +8,23 @@ the truth if the process dies in the next collective; every other sink has a thr
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from sdcwatch.core.fingerprint import FingerprintJudgement
+from sdcwatch.core.nonfinite import NonfiniteJudgement
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import (
+    SHOWN,
+    Action,
     Check,
     CheckpointEvent,
     Comparison,
@@ -35,12 +42,20 @@ from sdcwatch.core.records import (
     RunFinished,
     RunStarted,
     StateChanged,
+    Suspect,
     UpdateSkipped,
     Verdict,
 )
+from sdcwatch.core.replay import Named
 from sdcwatch.core.summary import Fold, RunSummary
 from sdcwatch.core.text import list_ranks
+from sdcwatch.core.topology import Topology
 
+if TYPE_CHECKING:
+    from sdcwatch.guard.replay import AuditResult
+
+
+LOG = logging.getLogger("sdcwatch")
 PROGRESS_SECONDS = 1.0
 
 
@@ -96,7 +111,7 @@ class Reporter:
     Args:
         sink: Where records go; never raises. Writes the event log before `emit` returns.
         summary_path: Where summary.json goes, or None.
-        console: Print a line per event.
+        leader: Log a line per event.
         start_step: Step before the first.
     """
 
@@ -105,11 +120,11 @@ class Reporter:
         sink: Emitter,
         *,
         summary_path: Path | None,
-        console: bool,
+        leader: bool,
         start_step: int,
     ) -> None:
         self._sink = sink
-        self._summary_path, self._console = summary_path, console
+        self._summary_path, self._leader = summary_path, leader
         self._fold = Fold()
         self._last = time.monotonic()
         self._said: set[str] = set()
@@ -157,15 +172,15 @@ class Reporter:
             self.window.disagreements += len(record.disagreements)
         self.flush()
         self._out(record)
-        if self._console and not isinstance(record, (RunStarted, Progress)):
-            say(describe(record))
+        if self._leader and not isinstance(record, (RunStarted, Progress)):
+            _log(record)
         if not isinstance(record, (Note, StateChanged)):
             self._write_summary()
 
     def urgent(self, record: Record) -> None:
         """Give out a record from another thread, past the window and the summary."""
         self._sink.emit(record)
-        say(describe(record))
+        _log(record)
 
     def note_once(self, code: str, message: str, *, level: str = "warning") -> None:
         """Say something once per run."""
@@ -224,8 +239,8 @@ class Reporter:
         """Flush, write the summary, and close the sinks within their budget."""
         self.flush()
         self._write_summary()
-        if self._console and self._summary_path is not None:
-            say(closing_line(self._fold.summary(), self._summary_path.parent))
+        if self._leader and self._summary_path is not None:
+            LOG.info(closing_line(self._fold.summary(), self._summary_path.parent))
         self._sink.close(timeout_seconds)
 
     def _progress(self, window: Window) -> Progress:
@@ -274,14 +289,57 @@ class Reporter:
         except OSError as error:
             # A full disk must not stop the run; the event log counts its own failures.
             self._summary_path = None
-            say(f"sdcwatch: cannot write the summary any more ({error.strerror})")
+            LOG.error("cannot write the summary any more (%s)", error.strerror)
 
 
-def say(line: str) -> None:
-    """One line on stderr, as a whole, so that ranks do not mix."""
-    if line:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+class ConsoleHandler(logging.Handler):
+    """One line on stderr per log record, unless a handler of the user's writes it there anyway.
+
+    Findings are logged as CRITICAL: a handler at that level stays also with ``console=False``, so
+    that no choice of handlers keeps them from stderr.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line as a whole, so that ranks do not mix."""
+        if not _reaches_stderr(record, besides=self):
+            sys.stderr.write(f"sdcwatch: {record.getMessage()}\n")
+            sys.stderr.flush()
+
+
+def _reaches_stderr(record: logging.LogRecord, *, besides: logging.Handler) -> bool:
+    logger: logging.Logger | None = LOG
+    while logger is not None:
+        for handler in logger.handlers:
+            stream = getattr(handler, "stream", None)
+            if handler is not besides and stream is sys.stderr and record.levelno >= handler.level:
+                return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def open_console(*, console: bool) -> Callable[[], None]:
+    """Let the log reach stderr: every line, or only findings. Returns what takes it back.
+
+    Two guards in one process share one handler.
+    """
+    level = logging.INFO if console else logging.CRITICAL
+    found = [h for h in LOG.handlers if isinstance(h, ConsoleHandler)]
+    before = (LOG.level, found[0].level if found else None)
+    handler = found[0] if found else ConsoleHandler(level)
+    handler.setLevel(min(handler.level, level))
+    if not found:
+        LOG.addHandler(handler)
+    if console and not LOG.isEnabledFor(logging.INFO):
+        LOG.setLevel(logging.INFO)
+
+    def close() -> None:
+        LOG.setLevel(before[0])
+        if before[1] is None:
+            LOG.removeHandler(handler)
+        else:
+            handler.setLevel(before[1])
+
+    return close
 
 
 def describe(record: Record) -> str:
@@ -293,14 +351,14 @@ def describe(record: Record) -> str:
 def _verdict_line(v: Verdict) -> str:
     who = ", ".join(f"rank {s.rank} on {s.node} ({s.gpu})" for s in v.suspects)
     outcome = v.outcome.value.replace("_", " ") + (f" {who}" if who else "")
-    return f"sdcwatch: step {v.step}: {v.check.value} {outcome}: {v.reason}"
+    return f"step {v.step}: {v.check.value} {outcome}: {v.reason}"
 
 
 def closing_line(summary: RunSummary, run_dir: Path) -> str:
     """The last line of a run: a run in which something was found must not end looking healthy."""
     good = summary.last_good_checkpoint_step
     return (
-        f"sdcwatch: {summary.verdict.upper()}: {summary.reason.rstrip('.')}; "
+        f"{summary.verdict.upper()}: {summary.reason.rstrip('.')}; "
         f"{summary.steps_at_risk} steps at risk; "
         f"last good checkpoint: {f'step {good}' if good else 'none'}; "
         f"details: sdcwatch report {run_dir}"
@@ -309,32 +367,191 @@ def closing_line(summary: RunSummary, run_dir: Path) -> str:
 
 def _checkpoint_line(c: CheckpointEvent) -> str:
     detail = f": {c.detail}" if c.detail else ""
-    return f"sdcwatch: step {c.step}: checkpoint {c.result.value} ({c.reason.value}){detail}"
+    return f"step {c.step}: checkpoint {c.result.value} ({c.reason.value}){detail}"
 
 
 def _finish_line(f: RunFinished) -> str:
-    return f"sdcwatch: step {f.step}: {f.state.value}: {f.reason}"
+    return f"step {f.step}: {f.state.value}: {f.reason}"
 
 
 def _hang_line(h: Hang) -> str:
     known = [f"rank {rank} {text}" if rank.isdigit() else text for rank, text in h.left.items()]
     said = ": " + "; ".join(known) if known else ""
-    return f"sdcwatch: step {h.step}: {list_ranks(h.absent)} absent at {h.where}{said}"
+    return f"step {h.step}: {list_ranks(h.absent)} absent at {h.where}{said}"
 
 
 _LINES: dict[type[Record], Callable[..., str]] = {
     Verdict: _verdict_line,
     CheckpointEvent: _checkpoint_line,
     RunFinished: _finish_line,
-    UpdateSkipped: lambda s: f"sdcwatch: step {s.step}: update skipped ({s.reason.value})",
-    StateChanged: lambda s: f"sdcwatch: step {s.step}: {s.state.value}: {s.reason}",
-    Note: lambda n: f"sdcwatch: step {n.step}: {n.message}",
+    UpdateSkipped: lambda s: f"step {s.step}: update skipped ({s.reason.value})",
+    StateChanged: lambda s: f"step {s.step}: {s.state.value}: {s.reason}",
+    Note: lambda n: f"step {n.step}: {n.message}",
     Hang: _hang_line,
-    PreflightDone: lambda p: f"sdcwatch: step {p.step}: coverage {p.coverage.value}: {p.reason}",
+    PreflightDone: lambda p: f"step {p.step}: coverage {p.coverage.value}: {p.reason}",
 }
 
 
-def announce(lines: Sequence[str]) -> None:
-    """Say where each thing goes."""
-    for line in lines:
-        say(f"sdcwatch: {line}")
+def _log(record: Record) -> None:
+    """Log what a person should read of a record; a finding as CRITICAL."""
+    if text := describe(record):
+        LOG.log(level_of(record), text)
+
+
+def level_of(record: Record) -> int:
+    """How loudly a record is logged."""
+    if isinstance(record, Verdict) and is_alarm(record):
+        return logging.CRITICAL
+    if isinstance(record, Hang) or (isinstance(record, RunFinished) and record.exit_code):
+        return logging.CRITICAL
+    if isinstance(record, UpdateSkipped):
+        return logging.WARNING
+    return logging.INFO
+
+
+NOT_FAILURES = frozenset({Outcome.PASS, Outcome.NONDETERMINISTIC, Outcome.VOID, Outcome.NOT_RUN})
+"""Outcomes of check 2 after which the update goes ahead: no evidence that it is wrong."""
+
+
+class Verdicts:
+    """Builds verdicts; remembers since when each suspect has been one.
+
+    Args:
+        topology: Who is where.
+        observing: The guard reports and skips or stops nothing.
+    """
+
+    def __init__(self, topology: Topology, *, observing: bool) -> None:
+        self._topology, self._observing = topology, observing
+        self._first_step: dict[tuple[int, Check], int] = {}
+
+    def nonfinite(self, step: int, judgement: NonfiniteJudgement) -> Verdict:
+        """Check 1 tripped: always a failure, whoever caused it."""
+        suspects = tuple(
+            self._suspect(step, rank, Check.NONFINITE, bad=1, total=1, partners=())
+            for rank in judgement.named
+        )
+        return Verdict(
+            step=step,
+            time=time.time(),
+            check=Check.NONFINITE,
+            outcome=judgement.outcome,
+            reason=judgement.reason,
+            failed=True,
+            action=self._action(Action.SKIP),
+            suspects=suspects,
+            origin=judgement.origin,
+            cause=judgement.cause,
+            ranks=judgement.ranks,
+        )
+
+    def replay(self, step: int, result: AuditResult) -> Verdict:
+        """An audit that was not clean."""
+        judgement = result.judgement
+        failed = judgement.outcome not in NOT_FAILURES
+        return Verdict(
+            step=step,
+            time=time.time(),
+            check=Check.REPLAY,
+            outcome=judgement.outcome,
+            reason=judgement.reason,
+            failed=failed,
+            action=self._action(Action.SKIP) if failed else Action.NONE,
+            suspects=tuple(self._audited(step, n, result) for n in judgement.named),
+            ranks=judgement.ranks or tuple(n.rank for n in judgement.strikes),
+            comparisons=result.comparisons,
+            comparisons_total=result.total,
+            notes=result.notes,
+        )
+
+    def not_run(self, step: int, reason: str, *, outcome: Outcome = Outcome.NOT_RUN) -> Verdict:
+        """An audit was due and could not be made, or its comparisons mean nothing."""
+        return Verdict(
+            step=step, time=time.time(), check=Check.REPLAY, outcome=outcome, reason=reason
+        )
+
+    def without_record(self, step: int, ranks: tuple[int, ...]) -> Verdict:
+        """An audit was due, and some ranks computed their loss without the guard."""
+        reason = (
+            f"the loop did not call guard.forward on {list_ranks(ranks)} in this step; "
+            "the next step is audited instead"
+        )
+        return replace(self.not_run(step, reason), ranks=ranks)
+
+    def fingerprint(self, step: int, judgement: FingerprintJudgement, tensors: int) -> Verdict:
+        """Replicas differ: the run is tainted."""
+        suspects = tuple(
+            self._suspect(
+                step,
+                rank,
+                Check.FINGERPRINT,
+                bad=len(names),
+                total=tensors,
+                partners=(),
+                tensors=names[:SHOWN],
+            )
+            for rank, names in sorted(judgement.named.items())
+        )
+        return Verdict(
+            step=step,
+            time=time.time(),
+            check=Check.FINGERPRINT,
+            outcome=judgement.outcome,
+            reason=judgement.reason,
+            failed=True,
+            action=self._action(Action.STOP),
+            suspects=suspects,
+            ranks=judgement.ranks,
+            disagreements=judgement.disagreements[:SHOWN],
+            tensors_total=tensors,
+        )
+
+    def _action(self, enforced: Action) -> Action:
+        return Action.OBSERVE if self._observing else enforced
+
+    def _audited(self, step: int, named: Named, result: AuditResult) -> Suspect:
+        involved = [c for c in result.comparisons if named.rank in (c.producer, c.replayer)]
+        tensors = tuple(dict.fromkeys(t for c in involved for t in c.tensors))[:SHOWN]
+        return self._suspect(
+            step,
+            named.rank,
+            Check.REPLAY,
+            bad=named.bad,
+            total=named.total,
+            partners=named.partners,
+            arbiters=named.arbiters,
+            reproduced=named.reproduced,
+            tensors=tensors,
+        )
+
+    def _suspect(  # noqa: PLR0913 - one argument per count of evidence, all by name
+        self,
+        step: int,
+        rank: int,
+        check: Check,
+        *,
+        bad: int,
+        total: int,
+        partners: Iterable[int],
+        arbiters: Iterable[int] = (),
+        reproduced: bool | None = None,
+        tensors: tuple[str, ...] = (),
+    ) -> Suspect:
+        info = self._topology.ranks[rank]
+        first = self._first_step.setdefault((rank, check), step)
+        return Suspect(
+            rank=rank,
+            node=info.node,
+            instance_id=info.instance_id,
+            gpu=info.gpu,
+            gpu_index=info.gpu_index,
+            check=check,
+            bad=bad,
+            total=total,
+            partners=tuple(partners),
+            arbiters=tuple(arbiters),
+            reproduced=reproduced,
+            first_step=first,
+            last_step=step,
+            tensors=tensors,
+        )

@@ -1,10 +1,17 @@
-"""Puts a guard together: everything is checked before the model or optimizer is touched."""
+"""Puts a guard together: everything is checked before the model or optimizer is touched.
+
+First what this rank was given, then the other ranks: the same options, the same model, who is
+where. Then the parts are built. Nothing is put on the model until all of that has passed.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,89 +22,28 @@ from torch.nn.parallel import DistributedDataParallel
 from sdcwatch import __version__
 from sdcwatch.checks.capture import Capture
 from sdcwatch.checks.determinism import DeterministicSwitches, EagerStance, environment_facts
-from sdcwatch.checks.payload import MicroBatch
-from sdcwatch.checks.replay import ReplayResult, replay
-from sdcwatch.config import GuardConfig, launcher_environment
-from sdcwatch.core.pairing import choose_fault_domain, pairing_problem
+from sdcwatch.config import GuardConfig, LauncherEnvironment, launcher_environment
 from sdcwatch.core.records import Hang, RunStarted
-from sdcwatch.core.topology import Topology
+from sdcwatch.core.text import count, list_names, list_ranks
+from sdcwatch.core.topology import RankInfo, Topology, choose_fault_domain, pairing_problem
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.checkpoint import Checkpoints
 from sdcwatch.guard.exchange import Exchange, GlooExchange
 from sdcwatch.guard.fingerprint import ReplicaSet, WeightCheck, require_same_schema
+from sdcwatch.guard.guarded import Guarded, LossFn, bare_module, find_ddp
 from sdcwatch.guard.hook import GradientScreen, guard_hook, released_screen
-from sdcwatch.guard.identity import (
-    agree_on_run,
-    bare_module,
-    gather_ranks,
-    is_compiled,
-    make_run_dir,
-    own_identity,
-    require_guardable,
-    run_name,
-)
 from sdcwatch.guard.nonfinite import NonfiniteInvestigation
-from sdcwatch.guard.options import require_same_options, why_partly_guarded
+from sdcwatch.guard.optimizer import unwrap
 from sdcwatch.guard.preflight import Preflight
 from sdcwatch.guard.replay import AuditPolicy, RingAudit
-from sdcwatch.guard.reporter import Reporter, announce, say
-from sdcwatch.guard.verdicts import Verdicts
+from sdcwatch.guard.reporter import LOG, Reporter, Verdicts, open_console
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.sinks.base import Sink
 from sdcwatch.sinks.build import build_sinks
 from sdcwatch.sinks.dispatch import Dispatcher
+from sdcwatch.sinks.wandb import active_run_id
 
-LossFn = Callable[[torch.nn.Module, Any], torch.Tensor]
 POLLS_PER_DEADLINE = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """What is guarded, as `sdcwatch.init` was given it.
-
-    Attributes:
-        model: As the loop calls it.
-        ddp: The DDP wrapper, or None.
-        module: What DDP calls: the bare module, compiled or not.
-        loss_fn: Computes the loss of a micro-batch.
-        optimizer: The innermost optimizer.
-        named: Name and parameter, frozen ones included.
-        device: Device of the module.
-    """
-
-    model: torch.nn.Module
-    ddp: DistributedDataParallel | None
-    module: torch.nn.Module
-    loss_fn: LossFn
-    optimizer: torch.optim.Optimizer
-    named: tuple[tuple[str, torch.nn.Parameter], ...]
-    device: torch.device
-
-    @property
-    def process_group(self) -> Any:
-        """The group over which gradients are reduced; None for the default group."""
-        return None if self.ddp is None else self.ddp.process_group
-
-    @property
-    def compiled(self) -> bool:
-        """Whether torch.compile is around the model, inside DDP, or on a part of it."""
-        return is_compiled(self.model, self.module)
-
-    @property
-    def compiled_around(self) -> bool:
-        """Whether torch.compile is around DDP: a replay of the bare module would run eagerly."""
-        return self.ddp is not None and self.ddp is not self.model
-
-    def replicated(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
-        """Tensors that must hold the same bits on every rank."""
-        tensors: list[tuple[str, torch.Tensor]] = list(self.named)
-        if buffers:
-            tensors += [(n, b) for n, b in self.module.named_buffers() if b.dtype.is_floating_point]
-        return tensors
-
-    def replay(self, micro_batch: MicroBatch, scale_free: bool = False) -> ReplayResult:
-        """Recompute a micro-batch on the bare module."""
-        return replay(self.module, self.loss_fn, micro_batch, self.named, scale_free=scale_free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +68,8 @@ class Parts:
     watchdog: Watchdog | None
     audits_off: str
     """Why audits are off; empty if they are on."""
+    close_console: Callable[[], None] = lambda: None
+    """Gives back what the log put on stderr."""
 
 
 def assemble(
@@ -143,14 +91,20 @@ def assemble(
     config = GuardConfig.from_env(**arguments)
     ddp, inner = require_guardable(model, optimizer, loss_fn, config)
     guarded = _guarded(model, ddp, inner, loss_fn)
-    exchange = GlooExchange(
-        guarded.process_group, deadline_seconds=config.deadline_seconds, device=guarded.device
-    )
+    close_console = open_console(console=config.console)
     try:
-        return _meet(config, guarded, exchange, sinks, on_bucket)
-    except BaseException as error:
-        exchange.leave(f"sdcwatch.init ended with {type(error).__name__}")
+        exchange = GlooExchange(
+            guarded.process_group, deadline_seconds=config.deadline_seconds, device=guarded.device
+        )
+        try:
+            parts = _meet(config, guarded, exchange, sinks, on_bucket)
+        except BaseException as error:
+            exchange.leave(f"sdcwatch.init ended with {type(error).__name__}")
+            raise
+    except BaseException:
+        close_console()
         raise
+    return replace(parts, close_console=close_console)
 
 
 def _meet(
@@ -185,10 +139,9 @@ def _meet(
     )
     reporter = _reporter(config, exchange, dispatcher, run_dir)
     reporter.emit(replace(start, links={**start.links, **dispatcher.links}))
-    if exchange.rank == 0 and config.console:
-        announce(lines)
-        for text in notes:
-            say(f"sdcwatch: {text}")
+    if exchange.rank == 0:
+        for text in (*lines, *notes):
+            LOG.info(text)
     return _parts(config, guarded, exchange, topology, reporter, on_bucket, audits_off)
 
 
@@ -275,7 +228,7 @@ def _reporter(
     return Reporter(
         dispatcher,
         summary_path=run_dir / "summary.json" if leader else None,
-        console=config.console and leader,
+        leader=leader,
         start_step=config.start_step,
     )
 
@@ -359,4 +312,202 @@ def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -
         poll_seconds=min(10.0, config.deadline_seconds / POLLS_PER_DEADLINE),
         report=report,
         leave=config.on_hang == "exit",
+    )
+
+
+def unguarded_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the trainable parameters of `module` that `optimizer` does not hold."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+
+
+def require_guardable(
+    model: torch.nn.Module, optimizer: Any, loss_fn: Callable[..., Any], config: GuardConfig
+) -> tuple[DistributedDataParallel | None, torch.optim.Optimizer]:
+    """Check what `sdcwatch.init` was given.
+
+    Returns:
+        The DDP wrapper or None, and the innermost optimizer.
+
+    Raises:
+        ConfigurationError: Something cannot be guarded; the message says what to do.
+    """
+    if not isinstance(model, torch.nn.Module):
+        msg = (
+            f"Expected `model` to be a torch.nn.Module, but got {type(model)}. Pass the DDP model."
+        )
+        raise ConfigurationError(msg)
+    if not callable(loss_fn):
+        msg = (
+            f"Expected `loss_fn` to be callable as loss_fn(model, batch), but got {type(loss_fn)}. "
+            "Pass the function that computes the loss."
+        )
+        raise ConfigurationError(msg)
+    inner = unwrap(optimizer)
+    _refuse_sharding(model, inner)
+    ddp = find_ddp(model)
+    if ddp is None and config.audit_every is not None:
+        msg = (
+            "Expected `model` to be a DistributedDataParallel model, because audits are on, but "
+            f"got {type(model).__name__}. Wrap it in DDP, or pass audit_every=None."
+        )
+        raise ConfigurationError(msg)
+    if ddp is not None and has_comm_hook(ddp):
+        msg = (
+            "Expected a DDP model without a communication hook, but got one that has one. Pass it "
+            "as sdcwatch.init(..., comm_hook=(state, hook)) instead of registering it."
+        )
+        raise ConfigurationError(msg)
+    ours = {id(p) for p in bare_module(model).parameters()}
+    theirs = [p for group in inner.param_groups for p in group["params"]]
+    if not any(id(p) in ours for p in theirs):
+        msg = (
+            "Expected `optimizer` to update parameters of `model`, but got one that holds none of "
+            "them. Build it from model.parameters()."
+        )
+        raise ConfigurationError(msg)
+    return ddp, inner
+
+
+def _is_a(thing: object, name: str) -> bool:
+    """Whether a class of that name is among its types; no such class is imported for the answer."""
+    return any(kind.__name__ == name for kind in type(thing).__mro__)
+
+
+def _refuse_sharding(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what keeps another part of the weights or of the state on each rank."""
+    if any(_is_a(part, "FullyShardedDataParallel") for part in model.modules()):
+        msg = (
+            "Expected every rank to hold the whole model, but got FullyShardedDataParallel. Train "
+            "with DistributedDataParallel: shards have no replica to be compared with."
+        )
+        raise ConfigurationError(msg)
+    sharded = [name for name, p in model.named_parameters() if _is_a(p, "DTensor")]
+    if sharded:
+        msg = (
+            f"Expected every rank to hold the whole model, but got DTensor parameters, the first "
+            f"of {len(sharded)} is {sharded[0]}. Train with DistributedDataParallel, without "
+            "fully_shard or tensor parallelism: shards have no replica to be compared with."
+        )
+        raise ConfigurationError(msg)
+    if _is_a(optimizer, "ZeroRedundancyOptimizer"):
+        msg = (
+            "Expected an optimizer that updates all weights on every rank, but got "
+            "ZeroRedundancyOptimizer. Pass the optimizer that it shards, built from "
+            "model.parameters(): one rank's update would reach the others without a comparison."
+        )
+        raise ConfigurationError(msg)
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook is registered already, other than a closed guard's."""
+    return bool(getattr(ddp, "_comm_hooks", None)) and released_screen(ddp) is None
+
+
+def make_run_dir(config: GuardConfig, run: str) -> Path:
+    """The run's directory, made and found writable.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    path = Path(config.run_dir) if config.run_dir is not None else Path("sdcwatch-runs") / run
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write-test-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        msg = (
+            f"Expected `run_dir` to be writable, but got {error.strerror} for {path}. Pass a "
+            "directory that every rank's user may write."
+        )
+        raise ConfigurationError(msg) from error
+    return path
+
+
+def run_name(config: GuardConfig, environment: LauncherEnvironment) -> str:
+    """Name of the run: configured, else the launcher's, else the W&B run's, else the start time."""
+    known = config.run or environment.run or active_run_id()
+    return known or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime())
+
+
+def agree_on_run(exchange: Exchange, name: str) -> str:
+    """The leader's name of the run: start times differ between ranks. Every rank calls it."""
+    return exchange.gather(name.encode(), "the name of the run")[0].decode()
+
+
+def own_identity(
+    exchange: Exchange, config: GuardConfig, environment: LauncherEnvironment, device: torch.device
+) -> RankInfo:
+    """The identity of this rank."""
+    host = socket.gethostname()
+    node = config.node or host
+    index, uuid = _gpu(device)
+    return RankInfo(
+        rank=exchange.rank,
+        node=node,
+        host=host,
+        local_rank=environment.local_rank,
+        pid=os.getpid(),
+        instance_id=config.instance_id or node,
+        gpu_index=index,
+        gpu_uuid=config.gpu_uuid or uuid,
+    )
+
+
+def _gpu(device: torch.device) -> tuple[int | None, str | None]:
+    if device.type != "cuda":
+        return None, None
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return index, None if uuid is None else f"GPU-{uuid}"
+
+
+def gather_ranks(exchange: Exchange, own: RankInfo) -> tuple[RankInfo, ...]:
+    """The identity of every rank. Every rank calls it."""
+    rows = exchange.gather(json.dumps(asdict(own)).encode(), "the gathering of the topology")
+    return tuple(RankInfo(**json.loads(row)) for row in rows)
+
+
+_OF_ONE_RANK = frozenset(
+    ("run", "run_dir", "node", "instance_id", "gpu_uuid", "comm_hook", "telemetry", "console")
+)
+"""Options that may differ: everything else decides when a rank meets the others."""
+_SAID_BY_DESYNC = frozenset(("start_step",))
+"""The first header compares steps, and its error says which rank is at which."""
+
+
+def require_same_options(exchange: Exchange, config: GuardConfig) -> None:
+    """Check that every rank was given the same options. Every rank calls it.
+
+    Raises:
+        ConfigurationError: They differ; raised on every rank, naming the options and the ranks.
+    """
+    names = [f.name for f in fields(config) if f.name not in _OF_ONE_RANK | _SAID_BY_DESYNC]
+    message = json.dumps({name: repr(getattr(config, name)) for name in names}).encode()
+    rows = [json.loads(r) for r in exchange.gather(message, "the comparison of options")]
+    said = []
+    for name in names:
+        sides: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            sides.setdefault(row.get(name, "nothing"), []).append(rank)
+        if len(sides) > 1:
+            parts = [f"{value} on {list_ranks(ranks)}" for value, ranks in sides.items()]
+            said.append(f"`{name}` {', '.join(parts)}")
+    if said:
+        msg = (
+            f"Expected the same options on every rank, but got {'; '.join(said)}. Pass the same "
+            "arguments and SDCWATCH_* variables everywhere."
+        )
+        raise ConfigurationError(msg)
+
+
+def why_partly_guarded(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """A sentence about parameters that another optimizer updates, or ""."""
+    names = unguarded_parameters(module, optimizer)
+    if not names:
+        return ""
+    return (
+        f"{count(len(names), 'trainable parameter')} ({list_names(names)}) not in this optimizer: "
+        "after a failed check only the guarded optimizer's update is skipped"
     )

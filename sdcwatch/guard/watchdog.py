@@ -1,8 +1,9 @@
-"""A thread that speaks when the training thread cannot, because it hangs in a collective of DDP.
+"""The liveness check through the store, and the thread that speaks when the training thread cannot.
 
-It answers roll-calls that other ranks start, and starts one itself when a step takes too long. It
-logs what it finds; only with ``on_hang="exit"`` does it end the process. Where a collective of DDP
-does not hang but breaks, it can say who has gone.
+Where the training thread hangs in a collective of DDP, the watchdog answers the liveness checks
+that other ranks start, and starts one itself when a step takes too long. It logs what it finds;
+only with ``on_hang="exit"`` does it end the process. Where a collective of DDP does not hang but
+breaks, it can say who has gone.
 """
 
 from __future__ import annotations
@@ -11,16 +12,106 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from sdcwatch.core.records import Hang
 from sdcwatch.errors import EXIT_HANG, RankGone
-from sdcwatch.guard.exchange import RollCall, what_is_known
 
+_LEFT = "left: "
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 0.5
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 """What backends say when a collective ends because its peer has."""
 _STORE_SECONDS = 10.0
 """What a roll-call may take beyond its window: a store may be out of reach and never answer."""
+
+
+class RollCall:
+    """Finds absent ranks through the store, which works when collectives do not.
+
+    Every rank that waits in vain posts ``here``; a watchdog thread on the others answers with what
+    its rank is doing. Who has posted nothing when the window closes is gone. Calls are numbered, so
+    that two of them at a time, for different operations, both get their answers.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, window_seconds: float) -> None:
+        self._store, self.rank, self.world_size = store, rank, world_size
+        self.window_seconds = window_seconds
+        self._position = "starting"
+        self._answered = 0
+
+    def position(self, text: str) -> None:
+        """Remember what this rank is doing."""
+        self._position = text
+
+    def leave(self, note: str) -> None:
+        """Leave a note under this rank's name; a lost store is no error, the rank is leaving."""
+        try:
+            self._store.set(f"left/{self.rank}", note or "left")
+        except Exception:  # the store dies with the rank that hosts it
+            return
+
+    def answer(self) -> None:
+        """Answer roll-calls of other ranks; called from the watchdog thread."""
+        number = self._store.add("calls", 0)
+        if number > self._answered:
+            self._store.set(f"alive/{self.rank}", f"{number} {self._position}")
+            self._answered = number
+
+    def call(self, where: str) -> tuple[tuple[int, ...], dict[int, str], str]:
+        """Post ``here`` and wait for the others.
+
+        Returns:
+            Absent ranks, what is known of each (a leaver's note or what it is doing), and what
+            went wrong with the store, if anything did; a store that is gone from the start tells
+            nothing of anybody.
+        """
+        missing: set[int] = set()
+        known: dict[int, str] = {}
+        try:
+            self._store.set(f"here/{where}/{self.rank}", "1")
+            number = self._store.add("calls", 1)
+            end = time.monotonic() + self.window_seconds
+            others = set(range(self.world_size)) - {self.rank}
+            while True:
+                missing = {r for r in others if not self._store.check([f"here/{where}/{r}"])}
+                known = self._known(missing, number)
+                gone = all(known.get(r, "").startswith(_LEFT) for r in missing)
+                if gone or time.monotonic() > end:
+                    break
+                self.answer()
+                time.sleep(_POLL_SECONDS)
+            time.sleep(_GRACE_SECONDS)  # the others read too, and this rank may host the store
+            return tuple(sorted(missing)), known, ""
+        except Exception as error:  # every store raises its own type
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            return tuple(sorted(missing)), known, problem
+
+    def _known(self, missing: set[int], call: int) -> dict[int, str]:
+        known = {}
+        for rank in sorted(missing):
+            if self._store.check([f"left/{rank}"]):
+                known[rank] = _LEFT + self._store.get(f"left/{rank}").decode()
+            elif self._store.check([f"alive/{rank}"]):
+                number, _, text = self._store.get(f"alive/{rank}").decode().partition(" ")
+                if int(number) >= call:  # an older answer may be that of a rank which died since
+                    known[rank] = f"is alive, {text}"
+        return known
+
+
+def what_is_known(absent: Sequence[int], known: Mapping[int, str], store_error: str) -> str:
+    """The result of a roll-call in words."""
+    said = [f"rank {r} {text}" for r, text in known.items()]
+    said += [f"rank {r} gave no sign of life" for r in absent if r not in known]
+    if store_error:
+        said.append(
+            f"the store is gone too ({store_error[:80]}): the rank that hosts it has ended, which "
+            "is global rank 0 unless the launcher hosts it"
+        )
+    elif not absent:
+        said.append("every rank answered the roll-call late; one of them was slow")
+    return "; ".join(said)
 
 
 class Watchdog:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sdcwatch.monitor.boards.board import to_json
+from sdcwatch.monitor.boards.fleet import fleet_board
+from sdcwatch.monitor.boards.run import run_board
+from sdcwatch.monitor.boards.suspect import suspect_board
 from sdcwatch.monitor.config import MonitorConfig
 from sdcwatch.monitor.rulefiles import rule_files
 
@@ -15,7 +19,7 @@ def generated_files(config: MonitorConfig) -> dict[str, str]:
         ConfigurationError: grafana-foundation-sdk is missing, or is not of the 0.0 line.
     """
     # Rule files alone must not need the SDK, which wants Python 3.11.
-    from sdcwatch.monitor.dashboards import dashboard_files
+    from sdcwatch.monitor.build import dashboard_files
 
     return {**dashboard_files(config), **rule_files(config)}
 
@@ -50,3 +54,9 @@ def differences(files: dict[str, str], out: Path) -> tuple[str, ...]:
             if path not in kept
         ]
     return tuple(found)
+
+
+def dashboard_files(config: MonitorConfig) -> dict[str, str]:
+    """Every dashboard: path below the output directory, and JSON."""
+    boards = (fleet_board(config), run_board(config), suspect_board(config))
+    return {f"dashboards/{config.uid_prefix}-{b.slug}.json": to_json(b, config) for b in boards}

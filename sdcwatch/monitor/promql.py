@@ -11,6 +11,7 @@ Three rules hold everywhere:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -229,3 +230,34 @@ def first_of(*expressions: str) -> str:
 def constant(expression: str, value: int) -> str:
     """`value` wherever the expression has a series."""
     return f"({expression}) * 0 + {int(value)}"
+
+
+_TOKEN = re.compile(
+    r"""
+    (?P<string>"(?:\\.|[^"\\])*")
+  | (?P<open>\()
+  | (?P<close>\))
+  | (?P<set>\ (?:or|and|unless)\ )
+  | (?P<other>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+SHORT = 100
+
+
+def pretty(expression: str) -> str:
+    """The same expression with line breaks; short ones stay on one line."""
+    if len(expression) <= SHORT:
+        return expression
+    parts: list[str] = []
+    depth = 0
+    for token in _TOKEN.finditer(expression):
+        if token["open"]:
+            depth += 1
+        elif token["close"]:
+            depth -= 1
+        if token["set"]:
+            parts.append(f"\n{'  ' * depth}{token['set'].lstrip()}")
+        else:
+            parts.append(token[0])
+    return "".join(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sdcwatch.core.catalog import Metric
 from sdcwatch.core.records import CheckpointResult, Coverage, GuardState, Outcome, RankState
-from sdcwatch.monitor.conditions import OPEN, SKIPS, UNNAMED, open_suspects
+from sdcwatch.monitor.alerts import OPEN, SKIPS, UNNAMED, open_suspects
 from sdcwatch.monitor.promql import (
     CHECKPOINTS,
     COVERAGE,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from sdcwatch.sinks.dispatch import Dispatcher
 from sdcwatch.sinks.exporters import exporting_ranks
 from sdcwatch.sinks.jsonl import JsonlSink
-from sdcwatch.sinks.wandb_run import active_run
+from sdcwatch.sinks.wandb import active_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

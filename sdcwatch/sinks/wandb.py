@@ -11,6 +11,7 @@ Every call into wandb happens on the sink's worker thread.
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -232,3 +233,14 @@ def publish_report(
     except Exception:
         return False
     return True
+
+
+def active_run() -> Any | None:
+    """The run of ``wandb.init`` in this process, or None."""
+    return getattr(sys.modules.get("wandb"), "run", None)
+
+
+def active_run_id() -> str | None:
+    """Its id, or None: a name for the guarded run where neither config nor launcher has one."""
+    run_id = getattr(active_run(), "id", None)
+    return run_id if isinstance(run_id, str) and run_id else None

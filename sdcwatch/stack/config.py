@@ -1,7 +1,8 @@
 """Configuration of the servers of the local stack, as plain values and as files.
 
 The containers under docker/ are configured by files of the same content (a test compares them), so
-that a rule fires, is routed and is inhibited alike in both.
+that a rule fires, is routed and is inhibited alike in both. The generated files of sdcwatch are
+written beside them, with links that lead to the stack's own ports.
 """
 
 from __future__ import annotations

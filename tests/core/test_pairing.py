@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdcwatch.core.pairing import (
+from sdcwatch.core.topology import (
     Pairing,
+    Topology,
     candidate_pairings,
     choose_fault_domain,
     draw_pairing,
     pairing_problem,
 )
-from sdcwatch.core.topology import Topology
 from sdcwatch.errors import ConfigurationError
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)

@@ -1,6 +1,5 @@
 import pytest
 
-from sdcwatch.core.pairing import Pairing
 from sdcwatch.core.records import Outcome
 from sdcwatch.core.replay import (
     REPEATS,
@@ -17,6 +16,7 @@ from sdcwatch.core.replay import (
     struck_lately,
     widespread_limit,
 )
+from sdcwatch.core.topology import Pairing
 
 ONE = Bad(0, 2, "x", "ok")
 RING = Pairing((2, 3, 4, 5, 0, 1), mutual=False)

@@ -11,7 +11,6 @@ from functools import cache
 
 import pytest
 
-from sdcwatch.core.pairing import candidate_pairings
 from sdcwatch.core.records import Outcome
 from sdcwatch.core.replay import (
     AuditFacts,
@@ -21,6 +20,7 @@ from sdcwatch.core.replay import (
     plan_repeats,
     settle,
 )
+from sdcwatch.core.topology import candidate_pairings
 
 LAYOUTS = ("3x1", "4x1", "3x2", "4x2", "3+2+2", "2+2+1")
 ROLES = tuple(

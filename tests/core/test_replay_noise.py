@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from sdcwatch.core.pairing import draw_pairing
 from sdcwatch.core.records import Outcome
 from sdcwatch.core.replay import (
     AGREEING_ASKED,
@@ -18,6 +17,7 @@ from sdcwatch.core.replay import (
     struck_lately,
     widespread_limit,
 )
+from sdcwatch.core.topology import draw_pairing
 
 AUDITS = 1000
 

@@ -1,4 +1,4 @@
-from sdcwatch.core.schedule import audit_due, fingerprint_due
+from sdcwatch.core.checkpoint import audit_due, fingerprint_due
 
 
 def test_audits_run_periodically_and_wherever_a_checkpoint_is_due():

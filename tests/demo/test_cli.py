@@ -43,7 +43,7 @@ def test_help_loads_neither_torch_nor_a_telemetry_sdk(arguments: list[str]) -> N
 
 def test_the_process_in_front_of_the_demo_loads_no_torch() -> None:
     code = (
-        "import sys, sdcwatch.demo.run, sdcwatch.demo.prepare, sdcwatch.demo.closing\n"
+        "import sys, sdcwatch.demo.run, sdcwatch.demo.settings, sdcwatch.demo.closing\n"
         "sys.exit('torch' in sys.modules)"
     )
 

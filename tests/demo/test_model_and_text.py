@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sdcwatch.demo.model import GPT, GPTConfig
-from sdcwatch.demo.text import draw_batch, load_text
+from sdcwatch.demo.model import GPT, GPTConfig, draw_batch, load_text
 
 
 def test_the_model_is_small_and_ties_its_embeddings() -> None:

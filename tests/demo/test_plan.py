@@ -6,13 +6,18 @@ from typing import Any
 import pytest
 
 from sdcwatch.core.records import Check, Outcome
-from sdcwatch.demo.planted import after, fit_to, may_stop, planted_of
-from sdcwatch.demo.prepare import choose_plan, new_run, prepare
 from sdcwatch.demo.settings import (
     AUDIT_EVERY,
     CHECKPOINT_EVERY,
     DEFAULT_STEPS,
     DemoSettings,
+    after,
+    choose_plan,
+    fit_to,
+    may_stop,
+    new_run,
+    planted_of,
+    prepare,
 )
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.faults import Fault, FaultPlan

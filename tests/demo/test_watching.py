@@ -21,10 +21,8 @@ from sdcwatch.core.records import (
     encode,
 )
 from sdcwatch.demo.closing import print_grade
-from sdcwatch.demo.display import Display
-from sdcwatch.demo.drift import chart, conclusion, read_drift
-from sdcwatch.demo.lines import line_of
-from sdcwatch.demo.tail import LineTail, RecordTail
+from sdcwatch.demo.display import Display, LineTail, RecordTail, line_of
+from sdcwatch.demo.unguarded import chart, conclusion, read_drift
 
 
 def a_verdict(outcome: Outcome) -> Verdict:

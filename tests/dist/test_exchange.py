@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sdcwatch.errors import Desync
-from sdcwatch.guard.agreement import Operation, agree
+from sdcwatch.guard.exchange import Operation, agree
 from sdcwatch.guard.exchange import NEUTRAL, Exchange, GlooExchange
 from sdcwatch.testing import GlooPool, ThreadExchange, run_threads
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from sdcwatch.guard.observe import weights_nonfinite
-from sdcwatch.guard.setup import Guarded
+from sdcwatch.guard.guarded import Guarded
+from sdcwatch.guard.nonfinite import weights_nonfinite
 
 
 class Net(nn.Module):

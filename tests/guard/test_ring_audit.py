@@ -15,9 +15,8 @@ import torch
 
 from sdcwatch.checks.payload import AutocastState, MicroBatch, RngState
 from sdcwatch.checks.replay import ReplayResult
-from sdcwatch.core.pairing import draw_pairing
 from sdcwatch.core.records import Outcome
-from sdcwatch.core.topology import RankInfo, Topology
+from sdcwatch.core.topology import RankInfo, Topology, draw_pairing
 from sdcwatch.guard.replay import AuditPolicy, AuditResult, OwnStep, RingAudit
 from sdcwatch.testing import ThreadExchange, ThreadHub, run_threads
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from sdcwatch.guard.exchange import RollCall, what_is_known
+from sdcwatch.guard.watchdog import RollCall, what_is_known
 
 
 def rolls(world: int, window_seconds: float = 0.4) -> list[RollCall]:

@@ -36,7 +36,7 @@ def test_a_run_in_which_something_was_found_does_not_end_looking_healthy(
     tmp_path: Path,
 ) -> None:
     reporter = Reporter(
-        Nowhere(), summary_path=tmp_path / "summary.json", console=True, start_step=0
+        Nowhere(), summary_path=tmp_path / "summary.json", leader=True, start_step=0
     )
     reporter.step = 2
     reporter.steps_at_risk = 2

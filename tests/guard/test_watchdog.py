@@ -11,8 +11,7 @@ import pytest
 from sdcwatch.core.records import Hang
 from sdcwatch.errors import EXIT_HANG
 from sdcwatch.guard import watchdog as module
-from sdcwatch.guard.exchange import RollCall
-from sdcwatch.guard.watchdog import Watchdog
+from sdcwatch.guard.watchdog import RollCall, Watchdog
 
 
 class Rolls(RollCall):

@@ -18,7 +18,7 @@ from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor.build import differences, generated_files, write
 from sdcwatch.monitor.cli import monitor
 from sdcwatch.monitor.config import MonitorConfig, Thresholds, duration_seconds, load_config
-from sdcwatch.monitor.pretty import pretty
+from sdcwatch.monitor.promql import pretty
 from sdcwatch.monitor.rulefiles import prometheus_rules
 
 

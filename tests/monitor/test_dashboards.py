@@ -15,8 +15,8 @@ import pytest
 
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.monitor import theme
+from sdcwatch.monitor.build import dashboard_files
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.dashboards import dashboard_files
 
 Dashboards = dict[str, dict[str, Any]]
 ALLOWED = {"stat", "timeseries", "state-timeline", "table", "text", "barchart", "heatmap", "row"}

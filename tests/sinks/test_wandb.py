@@ -322,7 +322,7 @@ def test_the_run_of_the_script_is_used_and_its_url_linked(sinks, feed, faulty_ru
 
 
 def test_the_run_of_the_script_is_found_without_importing_wandb(monkeypatch):
-    from sdcwatch.sinks.wandb_run import active_run, active_run_id
+    from sdcwatch.sinks.wandb import active_run, active_run_id
 
     monkeypatch.setattr(wandb, "run", FakeRun())
     assert active_run_id() == "abc"

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.fingerprint import judge_fingerprints
 from sdcwatch.core.grade import Grade, GradedFault, Planted
 from sdcwatch.core.records import (
@@ -22,15 +21,15 @@ from sdcwatch.core.records import (
     RunStarted,
     StateChanged,
 )
-from sdcwatch.core.replay import AuditFacts, Bad, judge_audit
+from sdcwatch.core.replay import REPEATS, AuditFacts, Bad, judge_audit
 from sdcwatch.core.summary import fold
 from sdcwatch.core.topology import RankInfo, Topology
 from sdcwatch.demo import closing
 from sdcwatch.demo.closing import print_grade
-from sdcwatch.demo.lines import line_of
+from sdcwatch.demo.display import line_of
 from sdcwatch.demo.model import GPT, GPTConfig
 from sdcwatch.guard.replay import AuditResult
-from sdcwatch.guard.verdicts import Verdicts
+from sdcwatch.guard.reporter import Verdicts
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from sdcwatch.core.records import CheckpointResult, GuardState
 from sdcwatch.monitor import run_queries
-from sdcwatch.monitor.boards.board import Board, dashboard_link, scope_variables
-from sdcwatch.monitor.conditions import ACTIVE
+from sdcwatch.monitor.alerts import ACTIVE
+from sdcwatch.monitor.boards.board import (
+    EVENTS,
+    INTERVAL,
+    NEUTRAL,
+    VERDICTS_BY_CODE,
+    Board,
+    ages,
+    dashboard_link,
+    overhead_so_far,
+    scope_variables,
+    shares,
+    suspects_table,
+)
 from sdcwatch.monitor.config import MonitorConfig
 from sdcwatch.monitor.panels import (
     Column,
@@ -41,16 +53,6 @@ from sdcwatch.monitor.theme import (
     VERMILLION,
     VerdictCode,
     coded,
-)
-from sdcwatch.monitor.tiles import (
-    EVENTS,
-    INTERVAL,
-    NEUTRAL,
-    VERDICTS_BY_CODE,
-    ages,
-    overhead_so_far,
-    shares,
-    suspects_table,
 )
 
 

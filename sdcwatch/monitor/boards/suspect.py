@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sdcwatch.monitor import dcgm, run_queries
-from sdcwatch.monitor.boards.board import Board, Variable, scope_variables
+from sdcwatch.monitor.boards.board import (
+    EVENTS,
+    INTERVAL,
+    NEUTRAL,
+    Board,
+    Variable,
+    scope_variables,
+    suspects_table,
+)
 from sdcwatch.monitor.config import MonitorConfig
 from sdcwatch.monitor.panels import (
     Grid,
@@ -38,7 +46,6 @@ from sdcwatch.monitor.theme import (
     VERMILLION,
     coded,
 )
-from sdcwatch.monitor.tiles import EVENTS, INTERVAL, NEUTRAL, suspects_table
 
 RANK_BY_CODE = coded(RANK_LOOKS, RANK_CODES)
 
