@@ -68,7 +68,7 @@ def progress(step: int) -> Progress:
     return Progress(
         step=step, time=time.time(), first_step=step, loss=1.0, plain_steps=1, plain_seconds=0.01,
         counts=(Count(check=Check.NONFINITE, outcome=Outcome.PASS, count=1),),
-        durations=(Durations(check=Check.NONFINITE, phase=Phase.SCREEN, seconds=(0.0001,)),),
+        durations=(Durations.of(Check.NONFINITE, Phase.PROBE, (0.0001,)),),
         overhead_seconds={"nonfinite": 0.0001},
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         RankGone,
         SchemaMismatch,
         SdcwatchError,
+        SoftwareDivergence,
     )
     from sdcwatch.guard.api import Guard, init
 
@@ -35,6 +36,7 @@ _HOMES = {
     "RankGone": "sdcwatch.errors",
     "SchemaMismatch": "sdcwatch.errors",
     "SdcwatchError": "sdcwatch.errors",
+    "SoftwareDivergence": "sdcwatch.errors",
     "TelemetryConfig": "sdcwatch.config",
     "Verdict": "sdcwatch.core.records",
     "init": "sdcwatch.guard.api",
@@ -51,6 +53,7 @@ __all__ = [
     "RankGone",
     "SchemaMismatch",
     "SdcwatchError",
+    "SoftwareDivergence",
     "TelemetryConfig",
     "Verdict",
     "init",

@@ -6,22 +6,18 @@ This is the only module that reads the environment, and only when asked: `GuardC
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.errors import ConfigurationError, expect, nearest
+
+if TYPE_CHECKING:
+    from sdcwatch.sinks.base import Sink
 
 Export = Literal["leader", "node", "all"]
-
-
-def _expect(condition: bool, expected: str, got: object, do: str) -> None:
-    if not condition:
-        msg = f"Expected {expected}, but got {got!r}. {do}"
-        raise ConfigurationError(msg)
 
 
 def _positive(name: str, value: object, *, optional: bool = False) -> None:
@@ -29,11 +25,11 @@ def _positive(name: str, value: object, *, optional: bool = False) -> None:
         isinstance(value, int) and not isinstance(value, bool) and value > 0
     )
     also = " or None" if optional else ""
-    _expect(ok, f"`{name}` to be a positive integer{also}", value, "Pass a number of steps >= 1.")
+    expect(ok, f"`{name}` to be a positive integer{also}", value, "Pass a number of steps >= 1.")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    _expect(value in allowed, f"`{name}` to be one of {allowed}", value, "Pass one of them.")
+    expect(value in allowed, f"`{name}` to be one of {allowed}", value, "Pass one of them.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +72,7 @@ class TelemetryConfig:
         """Check every field."""
         _one_of("export", self.export, ("leader", "node", "all"))
         _positive("queue_size", self.queue_size)
-        _expect(
+        expect(
             0 <= self.prometheus_port <= 65535,
             "`prometheus_port` between 0 and 65535",
             self.prometheus_port,
@@ -84,7 +80,7 @@ class TelemetryConfig:
         )
         for name in ("close_seconds", "linger_seconds"):
             value = getattr(self, name)
-            _expect(value >= 0, f"`{name}` >= 0", value, "Pass seconds.")
+            expect(value >= 0, f"`{name}` >= 0", value, "Pass seconds.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +109,8 @@ class GuardConfig:
         preflight_micro_batches: Micro-batches recomputed before arming.
         deadline_seconds: Soft deadline of the guard's own collectives.
         hang_seconds: Time that the forward of `loss_fn` or a backward may take before the
-            roll-call.
-        on_hang: "report", or "exit" with code 84 after the roll-call.
+            liveness check.
+        on_hang: "report", or "exit" with code 84 after the liveness check.
         node: Name of this rank's node; default `SDCWATCH_NODE`, else the host name.
         instance_id: What a replacement request names; default `SDCWATCH_INSTANCE_ID`, else the
             host name.
@@ -164,10 +160,10 @@ class GuardConfig:
         for name in ("start_step", "max_audit_age"):
             value = getattr(self, name)
             ok = value is None or (isinstance(value, int) and value >= 0)
-            _expect(ok, f"`{name}` >= 0", value, "Pass a number of steps.")
+            expect(ok, f"`{name}` >= 0", value, "Pass a number of steps.")
         for name in ("deadline_seconds", "hang_seconds"):
-            _expect(getattr(self, name) > 0, f"`{name}` > 0", getattr(self, name), "Pass seconds.")
-        _expect(
+            expect(getattr(self, name) > 0, f"`{name}` > 0", getattr(self, name), "Pass seconds.")
+        expect(
             self.telemetry == "off" or isinstance(self.telemetry, TelemetryConfig),
             '`telemetry` to be a TelemetryConfig or "off"',
             self.telemetry,
@@ -188,12 +184,44 @@ class GuardConfig:
         """
         names = {f.name for f in fields(cls)}
         unknown = sorted(set(arguments) - names)
-        near = [n for u in unknown for n in difflib.get_close_matches(u, names, n=1)]
-        do = f"Perhaps you mean {', '.join(near)}." if near else "Check the spelling."
-        _expect(not unknown, f"options among {sorted(names)}", unknown, do)
+        do = nearest(unknown[0], sorted(names)) if unknown else ""
+        expect(not unknown, f"options among {sorted(names)}", unknown, do)
         values = {n: os.environ[v] for n in names if (v := f"SDCWATCH_{n.upper()}") in os.environ}
         values.pop("comm_hook", None)
         return cls(**{**{n: _parse(n, v) for n, v in values.items()}, **arguments})
+
+
+class GuardOptions(TypedDict, total=False):
+    """The options of `sdcwatch.init`, for completion and type checks: see `GuardConfig`.
+
+    ``sinks`` takes further sinks beside those of `telemetry`.
+    """
+
+    audit_every: int | None
+    fingerprint_every: int | None
+    checkpoint_every: int | None
+    max_audit_age: int | None
+    mode: Literal["enforce", "observe"]
+    on_failure: Literal["skip", "stop"]
+    max_consecutive_skips: int
+    start_step: int
+    run: str | None
+    run_dir: Path | str | None
+    fault_domain: Literal["auto", "node", "gpu"]
+    quorum: int
+    buffers: bool
+    preflight_micro_batches: int
+    deadline_seconds: float
+    hang_seconds: float
+    on_hang: Literal["report", "exit"]
+    node: str | None
+    instance_id: str | None
+    gpu_uuid: str | None
+    seed: int
+    comm_hook: tuple[object, Callable[..., Any]] | None
+    telemetry: TelemetryConfig | Literal["off"]
+    console: bool
+    sinks: Sequence[Sink]
 
 
 _INTEGERS = frozenset(

@@ -8,10 +8,11 @@
     ├── Desync               exit 82 ranks are at different steps or operations
     └── RankGone             exit 83 one or more ranks did not answer within the deadline
     CorruptionDetected       exit 80 a finding: carries the verdict that was reached
+    └── SoftwareDivergence   exit 85 a finding about software or data, and about no device
 
 ``on_hang="exit"`` ends a process that hangs inside a collective of DDP with exit code 84.
 
-The four that stop a run derive from `SystemExit` as well as from `Exception`: left uncaught they
+Those that stop a run derive from `SystemExit` as well as from `Exception`: left uncaught they
 end the process with a code of their own, so that a launcher can tell a finding from a crash, and
 ``except Exception`` still catches them. The guard prints the finding before it raises, whatever
 `console` says.
@@ -19,10 +20,11 @@ end the process with a code of their own, so that a launcher can tell a finding 
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from sdcwatch.core.records import Verdict
 
@@ -31,6 +33,7 @@ EXIT_SCHEMA = 81
 EXIT_DESYNC = 82
 EXIT_RANK_GONE = 83
 EXIT_HANG = 84
+EXIT_SOFTWARE = 85
 
 EXIT_CODES: Mapping[int, str] = {
     EXIT_CORRUPTION: "corruption was detected and the policy says stop",
@@ -38,6 +41,7 @@ EXIT_CODES: Mapping[int, str] = {
     EXIT_DESYNC: "ranks are at different steps or operations",
     EXIT_RANK_GONE: "a rank did not answer within the deadline",
     EXIT_HANG: 'a collective of DDP hung and on_hang is "exit"',
+    EXIT_SOFTWARE: "software or data is at fault, and no device",
 }
 
 
@@ -81,9 +85,9 @@ class Desync(SdcwatchError, SystemExit):
 
     def __init__(self, positions: Mapping[int, str]) -> None:
         self.positions = dict(positions)
-        where = ", ".join(f"rank {rank}: {at}" for rank, at in sorted(self.positions.items()))
+        places = ", ".join(f"rank {rank}: {at}" for rank, at in sorted(self.positions.items()))
         super().__init__(
-            f"Expected every rank at the same operation of the guard, but got {where}. "
+            f"Expected every rank at the same operation of the guard, but got {places}. "
             "Call guard.forward, backward and save_checkpoint on every rank, in the same order."
         )
         self.code = self.exit_code
@@ -95,18 +99,18 @@ class RankGone(SdcwatchError, SystemExit):
     Attributes:
         ranks: The absent ranks.
         reason: What is known of why, including the note each leaver left.
-        where: The operation of the guard that waited.
+        operation: The operation of the guard that waited.
     """
 
     exit_code = EXIT_RANK_GONE
 
-    def __init__(self, ranks: Sequence[int], reason: str, where: str) -> None:
+    def __init__(self, ranks: Sequence[int], reason: str, operation: str) -> None:
         self.ranks = tuple(ranks)
         self.reason = reason
-        self.where = where
+        self.operation = operation
         named = ", ".join(map(str, self.ranks)) or "unknown"
         super().__init__(
-            f"Expected every rank at {where}, but rank {named} did not answer: {reason}. "
+            f"Expected every rank at {operation}, but rank {named} did not answer: {reason}. "
             "Look at the log of that rank; the others have stopped."
         )
         self.code = self.exit_code
@@ -125,3 +129,29 @@ class CorruptionDetected(Exception, SystemExit):
         self.verdict = verdict
         super().__init__(verdict.reason)
         self.code = self.exit_code
+
+
+class SoftwareDivergence(CorruptionDetected):
+    """A finding that points to the training program, its settings or its data, not to a device.
+
+    Attributes:
+        verdict: The verdict that stopped the run.
+    """
+
+    exit_code = EXIT_SOFTWARE
+
+
+def expect(condition: bool, expected: str, got: object, do: str) -> None:
+    """Raise `ConfigurationError` in the house form unless `condition` holds."""
+    if not condition:
+        msg = f"Expected {expected}, but got {got!r}. {do}"
+        raise ConfigurationError(msg)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to do about an unknown name: the nearest known ones, or the first few."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return f"Did you mean {' or '.join(map(repr, close))}?"
+    return f"Use one of {names[:8]!r}{' and others' if len(names) > 8 else ''}."

@@ -76,10 +76,10 @@ class ThreadExchange:
         self.rank, self.world_size = rank, hub.world_size
         self.calls: list[str] = []
 
-    def max_words(
+    def max_int64s(
         self,
         words: Sequence[int],
-        where: str,
+        operation: str,
         *,
         extra_seconds: float = 0.0,
         on_device: bool = False,
@@ -89,13 +89,13 @@ class ThreadExchange:
         rows = self._hub.meet(self.rank, tuple(words))
         return tuple(max(column) for column in zip(*rows, strict=True))
 
-    def gather(self, message: bytes, where: str, *, extra_seconds: float = 0.0) -> list[bytes]:
+    def gather(self, message: bytes, operation: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         """Every rank's message."""
         self.calls.append("gather")
         return self._hub.meet(self.rank, message)
 
     def route(
-        self, outgoing: Mapping[int, torch.Tensor], incoming: Sequence[int], where: str
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Sequence[int], operation: str
     ) -> dict[int, torch.Tensor]:
         """Point-to-point byte tensors; a message that nobody expects is an error."""
         self.calls.append("route")

@@ -36,7 +36,7 @@ BUDGET = 600
 
 # Phases each check times; the histogram of durations is the largest part of a scrape.
 TIMED = {
-    Check.NONFINITE: (Phase.SCREEN, Phase.AGREE, Phase.REPLAY, Phase.BLAME),
+    Check.NONFINITE: (Phase.PROBE, Phase.AGREE, Phase.REPLAY, Phase.BLAME),
     Check.REPLAY: (Phase.CAPTURE, Phase.DIGEST, Phase.EXCHANGE, Phase.REPLAY, Phase.BLAME),
     Check.FINGERPRINT: (Phase.AGREE, Phase.DIGEST),
 }
@@ -90,7 +90,7 @@ def scale_records() -> list[Record]:
         loss=1.0,
         overhead_seconds={check.value: 1.0 for check in Check},
         durations=tuple(
-            Durations(check=check, phase=phase, seconds=(0.01,))
+            Durations.of(check, phase, (0.01,))
             for check, phases in TIMED.items()
             for phase in phases
         ),
@@ -98,7 +98,7 @@ def scale_records() -> list[Record]:
     named = tuple(
         Suspect(
             rank=info.rank, node=info.node, instance_id=info.instance_id, gpu=info.gpu,
-            gpu_index=info.gpu_index, check=Check.REPLAY, bad=2, total=2,
+            gpu_index=info.gpu_index, check=Check.REPLAY, mismatches=2, comparisons=2,
         )
         for info in ranks[:: WORLD_SIZE // SUSPECTS][:SUSPECTS]
     )  # fmt: skip

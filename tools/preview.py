@@ -168,7 +168,7 @@ def spans(server: Recorded) -> dict[str, Span]:
     return {
         "fleet": Span(".+", min(start, live), live),
         "run": Span(faulty.run, faulty.start - 10, faulty.end),
-        "suspect": Span(".+", faulty.start - 10, faulty.end, worst["metric"]["gpu"]),
+        "suspect": Span(".+", faulty.start - 10, faulty.end, worst["metric"]["suspect_gpu"]),
     }
 
 

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Literal
 
 from sdcwatch.core.records import (
+    DURATION_BUCKETS,
     Cause,
     Check,
     CheckpointResult,
@@ -94,16 +95,12 @@ _CHECK = _enum("check", Check)
 _SINK = Attribute("sink", ("jsonl", "otel", "otel_logs", "wandb", "other"))
 _STEP_KIND = Attribute("kind", ("plain", "audit"))
 _WHO = (
-    _free("rank", "ranks that have a state"),
-    _free("node", "nodes of those ranks"),
-    _free("gpu", "GPU UUIDs of those ranks"),
+    _free("suspect_rank", "ranks that have a state"),
+    _free("suspect_node", "nodes of those ranks"),
+    _free("suspect_gpu", "GPU UUIDs of those ranks"),
     # not "instance": Prometheus puts that label on every series itself
-    _free("instance_id", "instance ids of those ranks"),
+    _free("suspect_instance_id", "instance ids of those ranks"),
 )
-_CHECK_BUCKETS = (
-    0.00001, 0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
-    1.0, 2.5, 5.0, 10.0, 30.0,
-)  # fmt: skip
 
 CATALOG: tuple[Metric, ...] = (
     Metric("sdcwatch.verdicts", "counter", "{verdict}", "Verdicts by check and outcome.",
@@ -112,7 +109,7 @@ CATALOG: tuple[Metric, ...] = (
            "Comparisons of a rank's step with its recomputation on another rank."),
     Metric("sdcwatch.audit.mismatches", "counter", "{mismatch}",
            "Audit comparisons that did not match, by what differed.",
-           (Attribute("kind", ("loss", "gradient")),)),
+           (Attribute("kind", ("output", "gradient")),)),
     Metric("sdcwatch.fingerprint.checks", "counter", "{check}",
            "Comparisons of the weight fingerprints of all replicas."),
     Metric("sdcwatch.fingerprint.disagreements", "counter", "{disagreement}",
@@ -130,13 +127,13 @@ CATALOG: tuple[Metric, ...] = (
            (_STEP_KIND,)),
     Metric("sdcwatch.overhead.time", "counter", "s", "Wall time spent in the guard.", (_CHECK,)),
     Metric("sdcwatch.check.duration", "histogram", "s", "Duration of a phase of a check.",
-           (_CHECK, _enum("phase", Phase)), _CHECK_BUCKETS),
+           (_CHECK, _enum("phase", Phase)), DURATION_BUCKETS),
     Metric("sdcwatch.rank.state", "gauge", "{state}",
            "1 for the state a rank is in; only ranks that have one.",
            (*_WHO, _enum("state", RankState))),
     Metric("sdcwatch.rank.evidence", "gauge", "{comparison}",
            "Comparisons in which a suspect rank was wrong, and all it took part in.",
-           (*_WHO, _CHECK, Attribute("result", ("bad", "total")))),
+           (*_WHO, _CHECK, Attribute("result", ("mismatches", "comparisons")))),
     Metric("sdcwatch.rank.strikes", "gauge", "{strike}",
            "One-off mismatches of a rank that did not repeat.", _WHO),
     Metric("sdcwatch.guard.state", "gauge", "{state}", "1 for the state the guard is in.",

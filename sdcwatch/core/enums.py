@@ -33,10 +33,11 @@ class Outcome(str, Enum):
     """Too many ranks at once for a single broken device."""
     TRANSPORT = "transport"
     """Check 2: the payload that arrived is not the one that was sent."""
+    DIFFERS = "differs"
+    """Check 2: sides that differ and never matched in this segment: software or an environment
+    until a person has looked."""
     NOT_REDUCED = "not_reduced"
     """Check 1: DDP reduced fewer buckets than the model has: software."""
-    SCALE_DIFFERS = "scale_differs"
-    """Check 3: replicas differ, and so do the loss scales of their GradScalers: software."""
     VOID = "void"
     """Check 2: the replicas already differed before the audit: check 3 has the verdict."""
     NOT_RUN = "not_run"
@@ -56,7 +57,7 @@ class Action(str, Enum):
 
 
 class Cause(str, Enum):
-    """Why a non-finite value is there, as far as check 1 can tell."""
+    """Why something is wrong, as far as a check can tell."""
 
     NONE = "none"
     DEVICE = "device"
@@ -67,6 +68,10 @@ class Cause(str, Enum):
     """Non-finite on another node, finite without the loss scale: the scaler's normal business."""
     REDUCTION = "reduction"
     """Local gradients are finite, the reduced ones are not."""
+    OUTSIDE = "outside"
+    """Non-finite where it arrived at the finite outputs of the module: made outside of it."""
+    SOFTWARE = "software"
+    """The training program or its settings differ between ranks; nobody's device."""
     WEIGHTS = "weights"
     """The weights themselves, or buffers that a forward reads, are non-finite."""
     UNKNOWN = "unknown"
@@ -79,14 +84,14 @@ class Origin(str, Enum):
     NONE = "none"
     LOCAL = "local"
     REDUCED = "reduced"
-    LOSS = "loss"
+    OUTPUT = "output"
 
 
 class Coverage(str, Enum):
     """How much of check 2 can be trusted on this model and machine."""
 
     FULL = "full"
-    LOSS_ONLY = "loss_only"
+    OUTPUTS_ONLY = "outputs_only"
     OFF = "off"
 
 
@@ -97,18 +102,37 @@ class GuardState(str, Enum):
     ARMED = "armed"
     OBSERVING = "observing"
     DEGRADED = "degraded"
-    """Checks run, but not all of them: coverage is loss only or off."""
+    """Checks run, but not all of them: coverage is outputs only or off."""
     TAINTED = "tainted"
     FINISHED = "finished"
     FAILED = "failed"
 
 
 class RankState(str, Enum):
-    """The state of a rank that has one. Only a human sets `CONFIRMED` or `DISMISSED`."""
+    """The state of a suspect. Only a person sets `CLOSED`, with ``sdcwatch close``."""
 
     SUSPECT = "suspect"
-    CONFIRMED = "confirmed"
-    DISMISSED = "dismissed"
+    CLOSED = "closed"
+
+
+class RunWord(str, Enum):
+    """The run in one word, the gravest first.
+
+    `CLEAN` takes a clean audit in this segment: never green while blind.
+    """
+
+    TAINTED = "tainted"
+    SUSPECT = "suspect"
+    UNATTRIBUTED = "unattributed"
+    NONDETERMINISTIC = "nondeterministic"
+    WARNING = "warning"
+    NOT_CHECKED = "not checked"
+    PARTLY_CHECKED = "partly checked"
+    """Only the outputs are compared."""
+    CLEAN = "clean"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 class SkipReason(str, Enum):
@@ -147,12 +171,21 @@ class GateReason(str, Enum):
     NO_AUDIT = "no_audit"
     NOT_PREFLIGHTED = "not_preflighted"
     SAVE_ERROR = "save_error"
+    SUSPECT = "suspect"
+    """A device has been named and nobody has closed it."""
+    WIDESPREAD = "widespread"
+    """Too many ranks differed, and the ring has not been clean since."""
+    DIFFERS = "differs"
+    """Ranks that never matched are left out of the audit."""
+    WEIGHTS_NONFINITE = "weights_nonfinite"
+    FRAMEWORK = "framework"
+    """`Guard.may_save` allowed it; whether the framework's write succeeded is not known here."""
 
 
 class Phase(str, Enum):
     """What a duration of a check covers."""
 
-    SCREEN = "screen"
+    PROBE = "probe"
     AGREE = "agree"
     CAPTURE = "capture"
     EXCHANGE = "exchange"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sdcwatch.core.records import Disagreement, Outcome
+from sdcwatch.core.records import Cause, Disagreement, Outcome
 from sdcwatch.core.text import count, list_names, list_ranks
 
 Fingerprint = tuple[int, int]
@@ -21,11 +21,12 @@ class FingerprintJudgement:
     """What the fingerprints of all replicas came to.
 
     Attributes:
-        outcome: `PASS`, `SUSPECT`, `UNATTRIBUTED` or `SCALE_DIFFERS`.
+        outcome: `PASS`, `SUSPECT` or `UNATTRIBUTED`.
         reason: One sentence for a person.
         disagreements: Every tensor on which replicas differ, in the order of the names.
         named: For each named rank, the tensors in which it dissents.
         ranks: Ranks it concerns without blaming them.
+        cause: `SOFTWARE` where numbers of the optimizers explain it.
     """
 
     outcome: Outcome
@@ -33,6 +34,7 @@ class FingerprintJudgement:
     disagreements: tuple[Disagreement, ...] = ()
     named: dict[int, tuple[str, ...]] = field(default_factory=dict)
     ranks: tuple[int, ...] = ()
+    cause: Cause = Cause.NONE
 
 
 def _disagreement(tensor: str, column: Sequence[Fingerprint]) -> Disagreement | None:
@@ -104,7 +106,11 @@ def judge_fingerprints(
     scale_reason = _scale_reason(scales, len(found))
     if scale_reason is not None:
         return FingerprintJudgement(
-            Outcome.SCALE_DIFFERS, scale_reason, disagreements, ranks=everybody
+            Outcome.UNATTRIBUTED,
+            scale_reason,
+            disagreements,
+            ranks=everybody,
+            cause=Cause.SOFTWARE,
         )
     named: dict[int, tuple[str, ...]] = {}
     for disagreement in found:

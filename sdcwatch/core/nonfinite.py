@@ -121,7 +121,7 @@ class _Sight:
         if self.local:
             return Origin.LOCAL
         if self.loss:
-            return Origin.LOSS
+            return Origin.OUTPUT
         return Origin.REDUCED if self.reduced else Origin.NONE
 
 

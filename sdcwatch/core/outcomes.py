@@ -1,28 +1,109 @@
-"""What a verdict means to the people around a run: an alarm or not, and the run's one word.
+"""What an outcome means to the people around a run, and the run's one word: one table each.
 
-Console lines, alerts, the report and summaries all ask here, so that they never disagree.
+Console lines, summaries, W&B, alerts, boards and the report all look things up here, so that they
+never disagree. A color role says what something means; `COLORS` gives each role a color of Okabe
+and Ito, which people with any common color vision tell apart. No color stands without its symbol.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
 
-from sdcwatch.core.records import Cause, Outcome, Verdict
+from sdcwatch.core.enums import Cause, Outcome, RunWord
+from sdcwatch.errors import EXIT_CORRUPTION, EXIT_SOFTWARE, CorruptionDetected, SoftwareDivergence
 
-RunWord = Literal[
-    "clean", "warning", "nondeterministic", "unattributed", "suspect", "tainted", "not checked"
-]
-"""The run in one word. "clean" takes a clean audit in this segment: never green while blind."""
+if TYPE_CHECKING:
+    from sdcwatch.core.records import Verdict
 
-_NO_ALARM = frozenset((Outcome.PASS, Outcome.VOID))
-_WORDS: dict[Outcome, RunWord] = {
-    Outcome.SUSPECT: "suspect",
-    Outcome.UNATTRIBUTED: "unattributed",
-    Outcome.INCONCLUSIVE: "unattributed",
-    Outcome.WIDESPREAD: "unattributed",
-    Outcome.NONDETERMINISTIC: "nondeterministic",
+
+class Role(str, Enum):
+    """What a color says."""
+
+    GOOD = "good"
+    BROKEN = "broken"
+    """A device or the weights: act now."""
+    DOUBT = "doubt"
+    """Something is wrong, and no device is named."""
+    CAUTION = "caution"
+    SOFTWARE = "software"
+    """The training program, its data or its settings."""
+    MUTED = "muted"
+    """Nothing was found out."""
+
+
+COLORS: Mapping[Role, str] = {
+    Role.GOOD: "#009E73",
+    Role.BROKEN: "#D55E00",
+    Role.DOUBT: "#CC79A7",
+    Role.CAUTION: "#E69F00",
+    Role.SOFTWARE: "#0072B2",
+    Role.MUTED: "#8C8C8C",
 }
-_GRAVEST_FIRST: tuple[RunWord, ...] = ("suspect", "unattributed", "nondeterministic", "warning")
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What an outcome means.
+
+    Attributes:
+        label: The outcome in words.
+        symbol: One character beside it.
+        role: Of its color.
+        failed: The check failed: the update is skipped (checks 1, 2) or the run tainted (check 3).
+        alarm: The word that it gives the run; None if nobody needs to hear of it.
+        compared: Check 2 compared something.
+        exit_code: What the process ends with if the run stops because of it.
+    """
+
+    label: str
+    symbol: str
+    role: Role
+    failed: bool = True
+    alarm: RunWord | None = RunWord.WARNING
+    compared: bool = True
+    exit_code: int = EXIT_CORRUPTION
+
+
+MEANINGS: Mapping[Outcome, Meaning] = {
+    Outcome.PASS: Meaning("pass", "✓", Role.GOOD, failed=False, alarm=None),
+    Outcome.SUSPECT: Meaning("suspect", "✗", Role.BROKEN, alarm=RunWord.SUSPECT),
+    Outcome.REPRODUCIBLE: Meaning("reproducible", "○", Role.SOFTWARE, exit_code=EXIT_SOFTWARE),
+    Outcome.UNATTRIBUTED: Meaning("unattributed", "?", Role.DOUBT, alarm=RunWord.UNATTRIBUTED),
+    Outcome.INCONCLUSIVE: Meaning("inconclusive", "?", Role.DOUBT, alarm=RunWord.UNATTRIBUTED),
+    Outcome.NOT_REPRODUCED: Meaning("not reproduced", "△", Role.CAUTION),
+    Outcome.NONDETERMINISTIC: Meaning(
+        "nondeterministic", "≈", Role.CAUTION, failed=False, alarm=RunWord.NONDETERMINISTIC
+    ),
+    Outcome.WIDESPREAD: Meaning("widespread", "?", Role.DOUBT, alarm=RunWord.UNATTRIBUTED),
+    Outcome.DIFFERS: Meaning("differs", "≠", Role.DOUBT, failed=False, alarm=RunWord.UNATTRIBUTED),
+    Outcome.TRANSPORT: Meaning("transport", "△", Role.CAUTION),
+    Outcome.NOT_REDUCED: Meaning("not reduced", "!", Role.SOFTWARE, exit_code=EXIT_SOFTWARE),
+    Outcome.VOID: Meaning("void", "–", Role.MUTED, failed=False, alarm=None, compared=False),
+    Outcome.NOT_RUN: Meaning("not run", "–", Role.MUTED, failed=False, compared=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a run's word looks."""
+
+    symbol: str
+    role: Role
+
+
+WORDS: Mapping[RunWord, Look] = {
+    RunWord.TAINTED: Look("✗", Role.BROKEN),
+    RunWord.SUSPECT: Look("✗", Role.BROKEN),
+    RunWord.UNATTRIBUTED: Look("?", Role.DOUBT),
+    RunWord.NONDETERMINISTIC: Look("≈", Role.CAUTION),
+    RunWord.WARNING: Look("△", Role.CAUTION),
+    RunWord.NOT_CHECKED: Look("–", Role.MUTED),
+    RunWord.PARTLY_CHECKED: Look("◐", Role.CAUTION),
+    RunWord.CLEAN: Look("✓", Role.GOOD),
+}
 
 
 def is_alarm(verdict: Verdict) -> bool:
@@ -31,16 +112,27 @@ def is_alarm(verdict: Verdict) -> bool:
     Everything but a pass, with two exceptions: an overflow that a loss scale explains is
     GradScaler's normal business, and a void audit comes with the weight check's own verdict.
     """
-    if verdict.outcome is Outcome.REPRODUCIBLE:
-        return verdict.cause is not Cause.SCALING
-    return verdict.outcome not in _NO_ALARM
+    return alarm_word(verdict) is not None
 
 
-def alarm_word(outcome: Outcome) -> RunWord:
-    """The word of a run whose gravest alarm has this outcome."""
-    return _WORDS.get(outcome, "warning")
+def alarm_word(verdict: Verdict) -> RunWord | None:
+    """The word that this verdict gives the run; None if it gives none."""
+    return None if verdict.cause is Cause.SCALING else MEANINGS[verdict.outcome].alarm
 
 
-def gravest(words: set[RunWord]) -> RunWord | None:
-    """The gravest of some words of alarms, or None."""
-    return next((word for word in _GRAVEST_FIRST if word in words), None)
+def exit_code(verdict: Verdict) -> int:
+    """What the process ends with if the run stops because of this verdict."""
+    software = verdict.cause in (Cause.SOFTWARE, Cause.DATA)
+    return EXIT_SOFTWARE if software else MEANINGS[verdict.outcome].exit_code
+
+
+def finding(verdict: Verdict) -> CorruptionDetected:
+    """The error that stops the run because of this verdict."""
+    kind = SoftwareDivergence if exit_code(verdict) == EXIT_SOFTWARE else CorruptionDetected
+    return kind(verdict)
+
+
+def gravest(words: Iterable[RunWord]) -> RunWord | None:
+    """The gravest of some words, or None. `RunWord` lists the gravest first."""
+    found = set(words)
+    return next((word for word in RunWord if word in found), None)

@@ -21,7 +21,7 @@ class SelfAudit:
 
     Attributes:
         rank: The rank.
-        loss_equal: The loss of the step equals that of its replay, bit for bit.
+        outputs_equal: The loss of the step equals that of its replay, bit for bit.
         gradients_equal: So do the gradients.
         loss_repeats: Two replays have the same loss.
         gradients_repeat: Two replays have the same gradients.
@@ -30,7 +30,7 @@ class SelfAudit:
     """
 
     rank: int
-    loss_equal: bool = True
+    outputs_equal: bool = True
     gradients_equal: bool = True
     loss_repeats: bool = True
     gradients_repeat: bool = True
@@ -77,7 +77,7 @@ def judge_preflight(rows: Sequence[SelfAudit], *, deterministic: bool) -> Prefli
     if restless and not _tolerated(restless, world):
         return _does_not_repeat(rows, restless, deterministic=deterministic)
     settled = [r for r in rows if r.rank not in restless]
-    loss_differs = [r.rank for r in settled if not r.loss_equal]
+    loss_differs = [r.rank for r in settled if not r.outputs_equal]
     if loss_differs and not _tolerated(loss_differs, world):
         return PreflightJudgement(
             Coverage.OFF,
@@ -89,7 +89,7 @@ def judge_preflight(rows: Sequence[SelfAudit], *, deterministic: bool) -> Prefli
     ranks = [r.rank for r in differs]
     if differs and not _tolerated(ranks, world):
         return PreflightJudgement(
-            Coverage.LOSS_ONLY,
+            Coverage.OUTPUTS_ONLY,
             f"the gradients of the step differ from their replay's on {list_ranks(ranks)} "
             f"({list_names(differs[0].differing)}): a term is added to the loss outside loss_fn, "
             "or the backward does more than loss.backward(); only losses are compared",
@@ -108,9 +108,9 @@ def _does_not_repeat(
 ) -> PreflightJudgement:
     if not deterministic:
         return PreflightJudgement(None, f"replays do not repeat on {list_ranks(restless)}")
-    if all(r.loss_repeats and r.loss_equal for r in rows):
+    if all(r.loss_repeats and r.outputs_equal for r in rows):
         return PreflightJudgement(
-            Coverage.LOSS_ONLY,
+            Coverage.OUTPUTS_ONLY,
             f"gradients do not repeat on {list_ranks(restless)}, with deterministic kernels "
             "either; only losses are compared",
         )

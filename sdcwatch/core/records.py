@@ -2,7 +2,8 @@
 
 A record is built once and goes unchanged to every sink. `encode` gives one JSON object without
 newlines; `decode` is its inverse. Floats that JSON has no number for travel as "NaN", "Infinity"
-and "-Infinity". Fields may be added in schema 1; removing or renaming one raises `SCHEMA`.
+and "-Infinity". Fields may be added in schema 2; removing or renaming one raises `SCHEMA`. Schema 1
+is read too: `decode` gives its fields the names and values that they have now.
 """
 
 from __future__ import annotations
@@ -10,52 +11,36 @@ from __future__ import annotations
 import json
 import math
 import types
-from dataclasses import dataclass, field, fields, is_dataclass
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from sdcwatch.core.enums import (
-    Action as Action,
-)
-from sdcwatch.core.enums import (
-    Cause as Cause,
-)
-from sdcwatch.core.enums import (
-    Check as Check,
-)
-from sdcwatch.core.enums import (
-    CheckpointResult as CheckpointResult,
-)
-from sdcwatch.core.enums import (
-    Coverage as Coverage,
-)
-from sdcwatch.core.enums import (
-    GateReason as GateReason,
-)
-from sdcwatch.core.enums import (
-    GuardState as GuardState,
-)
-from sdcwatch.core.enums import (
-    Origin as Origin,
-)
-from sdcwatch.core.enums import (
-    Outcome as Outcome,
-)
-from sdcwatch.core.enums import (
-    Phase as Phase,
-)
-from sdcwatch.core.enums import (
-    RankState as RankState,
-)
-from sdcwatch.core.enums import (
-    SkipReason as SkipReason,
-)
+from sdcwatch.core.enums import Action as Action
+from sdcwatch.core.enums import Cause as Cause
+from sdcwatch.core.enums import Check as Check
+from sdcwatch.core.enums import CheckpointResult as CheckpointResult
+from sdcwatch.core.enums import Coverage as Coverage
+from sdcwatch.core.enums import GateReason as GateReason
+from sdcwatch.core.enums import GuardState as GuardState
+from sdcwatch.core.enums import Origin as Origin
+from sdcwatch.core.enums import Outcome as Outcome
+from sdcwatch.core.enums import Phase as Phase
+from sdcwatch.core.enums import RankState as RankState
+from sdcwatch.core.enums import RunWord as RunWord
+from sdcwatch.core.enums import SkipReason as SkipReason
 from sdcwatch.core.topology import RankInfo
 
-SCHEMA = 1
+SCHEMA = 2
 SHOWN = 10
 """Tensor names that a record carries at most."""
+DURATION_BUCKETS = (
+    0.00001, 0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+"""Upper bounds in seconds of the buckets of `Durations`; longer ones have a bucket of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +54,8 @@ class Suspect:
         gpu: Label of its device: UUID, or node and index.
         gpu_index: Index on its host, None on CPU.
         check: The check that named it.
-        bad: Comparisons (or tensors, for check 3) in which it was wrong.
-        total: Comparisons (or tensors) it took part in.
+        mismatches: Comparisons (or tensors, for check 3) in which it was wrong.
+        comparisons: Comparisons (or tensors) it took part in.
         partners: Ranks it was compared with.
         arbiters: Ranks that recomputed and settled it.
         reproduced: It was wrong again when asked again; None if not asked.
@@ -85,8 +70,8 @@ class Suspect:
     gpu: str
     gpu_index: int | None
     check: Check
-    bad: int
-    total: int
+    mismatches: int
+    comparisons: int
     partners: tuple[int, ...] = ()
     arbiters: tuple[int, ...] = ()
     reproduced: bool | None = None
@@ -102,9 +87,9 @@ class Comparison:
     Attributes:
         producer: Rank whose micro-batch it was.
         replayer: Rank that recomputed it.
-        loss_equal: The loss bits were equal.
+        outputs_equal: The output bits were equal.
         tensors: Names of parameters whose gradient fingerprints differ, at most ten.
-        tensors_bad: How many differ in all.
+        tensors_differing: How many differ in all.
         arbiters: Ranks that recomputed it too.
         wrong: Of producer and replayer, those that differ from the quorum's result.
         note: Anything else: ``"transport"``, or the exception a replay ended with.
@@ -112,9 +97,9 @@ class Comparison:
 
     producer: int
     replayer: int
-    loss_equal: bool = True
+    outputs_equal: bool = True
     tensors: tuple[str, ...] = ()
-    tensors_bad: int = 0
+    tensors_differing: int = 0
     arbiters: tuple[int, ...] = ()
     wrong: tuple[int, ...] = ()
     note: str = ""
@@ -225,11 +210,64 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """Durations in seconds of one phase of one check in the window, one number per run of it."""
+    """Durations of one phase of one check in the window, as a histogram.
+
+    Attributes:
+        check: The check.
+        phase: Its phase.
+        buckets: Upper bounds in seconds.
+        counts: How many fell into each bucket; one more than `buckets`, the last for longer ones.
+        sum: All of them together, in seconds.
+    """
 
     check: Check
     phase: Phase
-    seconds: tuple[float, ...]
+    buckets: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @classmethod
+    def of(cls, check: Check, phase: Phase, seconds: Iterable[float]) -> Durations:
+        """The histogram of some durations in seconds."""
+        measured = tuple(seconds)
+        counts = [0] * (len(DURATION_BUCKETS) + 1)
+        for one in measured:
+            counts[bisect_left(DURATION_BUCKETS, one)] += 1
+        return cls(
+            check=check,
+            phase=phase,
+            buckets=DURATION_BUCKETS,
+            counts=tuple(counts),
+            sum=round(math.fsum(measured), 7),
+        )
+
+    def merged(self, later: Durations) -> Durations:
+        """Both windows together; their buckets must be the same."""
+        return replace(
+            self,
+            counts=tuple(a + b for a, b in zip(self.counts, later.counts, strict=True)),
+            sum=round(self.sum + later.sum, 7),
+        )
+
+    def samples(self) -> tuple[float, ...]:
+        """Durations in seconds that have these counts and this sum.
+
+        For instruments that take one measurement at a time. Each lies in its bucket, at the same
+        share of its width as all others.
+        """
+        lower = (0.0, *self.buckets)
+        floor = math.fsum(n * low for n, low in zip(self.counts, lower, strict=True))
+        rest = max(0.0, self.sum - floor)
+        upper = (*self.buckets, lower[-1] + rest)
+        room = math.fsum(
+            n * (up - low) for n, low, up in zip(self.counts, lower, upper, strict=True)
+        )
+        share = min(1.0, max(1e-9, rest / room)) if room else 0.0
+        return tuple(
+            low + share * (up - low)
+            for n, low, up in zip(self.counts, lower, upper, strict=True)
+            for _ in range(n)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +280,7 @@ class Progress(Record):
         first_step: First step of the window; `step` is the last.
         counts: Verdicts in the window, the non-pass ones included.
         comparisons: Comparisons of check 2 over all ranks.
-        loss_mismatches: Comparisons whose loss bits differed.
+        output_mismatches: Comparisons in which the bits of an output differed.
         gradient_mismatches: Comparisons in which some gradient fingerprint differed.
         weight_checks: Runs of check 3.
         disagreements: Tensors on which replicas differed.
@@ -261,7 +299,7 @@ class Progress(Record):
     first_step: int
     counts: tuple[Count, ...] = ()
     comparisons: int = 0
-    loss_mismatches: int = 0
+    output_mismatches: int = 0
     gradient_mismatches: int = 0
     weight_checks: int = 0
     disagreements: int = 0
@@ -313,11 +351,11 @@ class StateChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang(Record):
-    """A roll-call: who did not answer, and where the others waited."""
+    """A liveness check: who did not answer, and at which operation the others waited."""
 
     kind: ClassVar[str] = "hang"
     reporter: int
-    where: str
+    operation: str
     absent: tuple[int, ...]
     left: dict[str, str] = field(default_factory=dict)
     """Notes that leavers left, by rank."""
@@ -388,6 +426,8 @@ def decode(line: str) -> Record:
     if cls is None:
         msg = f"Expected one of {sorted(RECORD_TYPES)}, but got kind {data['kind']!r}."
         raise ValueError(msg)
+    if schema < 2:
+        data = _from_schema_1(data)
     try:
         record: Record = build(cls, data)
     except (TypeError, AttributeError) as error:
@@ -444,3 +484,43 @@ def build(cls: type, data: dict[str, Any]) -> Any:
     hints = _hints(cls)
     known = {f.name for f in fields(cls)}
     return cls(**{k: _typed(v, hints[k]) for k, v in data.items() if k in known})
+
+
+_RENAMED_IN_2: dict[str, dict[str, str]] = {
+    "progress": {"loss_mismatches": "output_mismatches"},
+    "hang": {"where": "operation"},
+    "suspects": {"bad": "mismatches", "total": "comparisons"},
+    "comparisons": {"loss_equal": "outputs_equal", "tensors_bad": "tensors_differing"},
+}
+"""Fields by the kind of record, or by the field that holds a list of them."""
+_WORDS_OF_1: dict[str, dict[str, str]] = {
+    "coverage": {"outputs_only": Coverage.OUTPUTS_ONLY.value},
+    "origin": {"loss": Origin.OUTPUT.value},
+    "phase": {"screen": Phase.PROBE.value},
+    "outcome": {"scale_differs": Outcome.UNATTRIBUTED.value},
+}
+"""Values by the field that holds them."""
+
+
+def _from_schema_1(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record of schema 1, under the names and with the values of schema 2."""
+    if data.get("outcome") == "scale_differs":
+        data = {**data, "cause": Cause.SOFTWARE.value}
+    upgraded: dict[str, Any] = _renamed(data, _RENAMED_IN_2.get(str(data.get("kind")), {}))
+    for entry in upgraded.get("durations", ()):
+        if "seconds" in entry:
+            check, phase = Check(entry["check"]), Phase(entry["phase"])
+            entry.update(plain(Durations.of(check, phase, entry["seconds"])))
+    return upgraded
+
+
+def _renamed(data: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    new = {}
+    for name, value in data.items():
+        if isinstance(value, list):
+            inner = _RENAMED_IN_2.get(name, {})
+            value = [_renamed(v, inner) if isinstance(v, dict) else v for v in value]
+        elif isinstance(value, str):
+            value = _WORDS_OF_1.get(name, {}).get(value, value)
+        new[names.get(name, name)] = value
+    return new

@@ -50,7 +50,7 @@ def is_error(value: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class Mismatch:
     """A comparison that did not match. Values are compared for equality only."""
 
     producer: int
@@ -64,7 +64,7 @@ class Settlement:
     """What arbitration came to.
 
     Attributes:
-        right: For each bad comparison, by producer, the value that a quorum holds, or None.
+        right: For each mismatch, by producer, the value that a quorum holds, or None.
         wrong: For each wrong rank, the producers on whose micro-batch it differs from the quorum.
         agreeing: For each producer with a right value, the ranks that hold it, arbiters first.
         inconclusive: Producers without a right value.
@@ -94,22 +94,22 @@ class Repeat:
 
 
 def widespread_limit(world_size: int) -> int:
-    """The most bad comparisons that can still be one device's doing; more are `WIDESPREAD`."""
+    """The most mismatches that can still be one device's doing; more are `WIDESPREAD`."""
     return max(4, world_size // 8)
 
 
-def compared_only(bad: Iterable[Bad]) -> list[Bad]:
+def compared_only(mismatches: Iterable[Mismatch]) -> list[Mismatch]:
     """The comparisons of two results; not those in which a computation raised."""
-    return [b for b in bad if not (is_error(b.producer_value) or is_error(b.replayer_value))]
+    return [b for b in mismatches if not (is_error(b.producer_value) or is_error(b.replayer_value))]
 
 
-def involved_ranks(bad: Iterable[Bad]) -> tuple[int, ...]:
+def involved_ranks(mismatches: Iterable[Mismatch]) -> tuple[int, ...]:
     """Producers and replayers of some comparisons, in order."""
-    return tuple(sorted({rank for b in bad for rank in (b.producer, b.replayer)}))
+    return tuple(sorted({rank for b in mismatches for rank in (b.producer, b.replayer)}))
 
 
 def _arbiters(
-    one: Bad, busy: frozenset[int], domains: Sequence[str], number: int
+    one: Mismatch, busy: frozenset[int], domains: Sequence[str], number: int
 ) -> tuple[int, ...]:
     """Up to `number` ranks to recompute one micro-batch, best first."""
     world, home = len(domains), {domains[one.producer], domains[one.replayer]}
@@ -131,15 +131,15 @@ def _arbiters(
 
 
 def plan_arbitration(
-    bad: Sequence[Bad], topology: Topology, *, quorum: int = 2
+    mismatches: Sequence[Mismatch], topology: Topology, *, quorum: int = 2
 ) -> dict[int, tuple[int, ...]]:
-    """Which ranks recompute the micro-batch of each producer in a bad comparison.
+    """Which ranks recompute the micro-batch of each producer in a mismatch.
 
     No ranks where arbitration can settle nothing: fewer than three fault domains, more bad
     comparisons than one device explains, or a computation that raised.
     """
-    plan: dict[int, tuple[int, ...]] = {b.producer: () for b in bad}
-    compared = compared_only(bad)
+    plan: dict[int, tuple[int, ...]] = {b.producer: () for b in mismatches}
+    compared = compared_only(mismatches)
     domains = topology.domains
     if len(set(domains)) < DOMAINS_TO_NAME or len(compared) > widespread_limit(len(domains)):
         return plan
@@ -161,19 +161,19 @@ def _right_value(votes: Mapping[int, str], quorum: int) -> str | None:
 
 
 def settle(
-    bad: Sequence[Bad], arbitration: Mapping[int, Mapping[int, str]], *, quorum: int = 2
+    mismatches: Sequence[Mismatch], arbitration: Mapping[int, Mapping[int, str]], *, quorum: int = 2
 ) -> Settlement:
-    """Decide each bad comparison by quorum: which value is right, and who differs from it.
+    """Decide each mismatch by quorum: which value is right, and who differs from it.
 
     Args:
-        bad: Comparisons that did not match.
+        mismatches: Comparisons that did not match.
         arbitration: ``arbitration[producer][arbiter]`` is that arbiter's value.
         quorum: Different ranks that must hold a value for it to be right.
     """
     right: dict[int, str | None] = {}
     wrong: dict[int, tuple[int, ...]] = {}
     agreeing: dict[int, tuple[int, ...]] = {}
-    for one in compared_only(bad):
+    for one in compared_only(mismatches):
         arbiters = arbitration.get(one.producer, {})
         votes = {rank: value for rank, value in arbiters.items() if not is_error(value)}
         votes[one.producer], votes[one.replayer] = one.producer_value, one.replayer_value
@@ -213,8 +213,8 @@ class Named:
 
     Attributes:
         rank: The rank.
-        bad: Comparisons in which it was wrong.
-        total: Comparisons it took part in.
+        mismatches: Comparisons in which it was wrong.
+        comparisons: Comparisons it took part in.
         partners: Ranks it was compared with.
         arbiters: Ranks that recomputed and settled it.
         reproduced: It was wrong in every repeat; None if it could not be asked.
@@ -222,8 +222,8 @@ class Named:
     """
 
     rank: int
-    bad: int
-    total: int
+    mismatches: int
+    comparisons: int
     partners: tuple[int, ...]
     arbiters: tuple[int, ...]
     reproduced: bool | None
@@ -236,7 +236,7 @@ class AuditFacts:
 
     Attributes:
         comparisons_total: Comparisons over all ranks.
-        bad: Those that did not match.
+        mismatches: Those that did not match.
         arbitration: ``arbitration[producer][arbiter]`` is that arbiter's value.
         repeats: By (rank, producer), the values of the repeats in order.
         weights_equal: All replicas held the same weights before the audit.
@@ -245,7 +245,7 @@ class AuditFacts:
     """
 
     comparisons_total: int
-    bad: Sequence[Bad] = ()
+    mismatches: Sequence[Mismatch] = ()
     arbitration: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
     repeats: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
     weights_equal: bool = True
@@ -338,7 +338,7 @@ def _evidence(rank: int, facts: AuditFacts, answers: _Answers) -> Named:
     producers = answers.settlement.wrong[rank]
     partners = {
         b.replayer if b.producer == rank else b.producer
-        for b in facts.bad
+        for b in facts.mismatches
         if b.producer in producers and rank in (b.producer, b.replayer)
     }
     if facts.pairing is not None:
@@ -346,8 +346,8 @@ def _evidence(rank: int, facts: AuditFacts, answers: _Answers) -> Named:
     arbiters = {a for producer in producers for a in facts.arbitration.get(producer, {})}
     return Named(
         rank=rank,
-        bad=len(producers),
-        total=2,  # as producer and as replayer
+        mismatches=len(producers),
+        comparisons=2,  # as producer and as replayer
         partners=tuple(sorted(partners)),
         arbiters=tuple(sorted(arbiters)),
         reproduced=answers.reproduced(rank),
@@ -357,7 +357,7 @@ def _evidence(rank: int, facts: AuditFacts, answers: _Answers) -> Named:
 
 def _described(named: Named, answers: _Answers) -> str:
     """One wrong rank in words."""
-    if named.bad == named.total:
+    if named.mismatches == named.comparisons:
         where = "in both of its comparisons"
     elif named.producers == (named.rank,):
         where = "on its own micro-batch"
@@ -377,7 +377,7 @@ def _judge_settled(
     found = [_evidence(rank, facts, answers) for rank in settlement.wrong]
     named = tuple(n for n in found if n.reproduced)
     strikes = tuple(n for n in found if n.reproduced is False)
-    ranks = involved_ranks(facts.bad)
+    ranks = involved_ranks(facts.mismatches)
     unsteady, struck = answers.unsteady(), recent_strikes + len(strikes)
 
     if unsteady:
@@ -415,24 +415,24 @@ def _judge_settled(
 
 
 def _judge_without_blame(
-    facts: AuditFacts, compared: Sequence[Bad], topology: Topology
+    facts: AuditFacts, compared: Sequence[Mismatch], topology: Topology
 ) -> AuditJudgement | None:
     """The judgements that need no arbitration, or None if it has to decide."""
-    failed = [b for b in facts.bad if b not in compared]
-    ranks = involved_ranks(facts.bad)
+    failed = [b for b in facts.mismatches if b not in compared]
+    ranks = involved_ranks(facts.mismatches)
     limit = widespread_limit(topology.world_size)
     domains = len(set(topology.domains))
-    bad = f"{len(compared)} of {count(facts.comparisons_total, 'comparison')} did not match"
+    mismatches = f"{len(compared)} of {count(facts.comparisons_total, 'comparison')} did not match"
     if not facts.weights_equal:
         said = "the replicas already differed before the audit; the weight check has the verdict"
         return AuditJudgement(Outcome.VOID, said)
     if len(compared) > limit:
-        said = f"{bad}: too many for one device (at most {limit}), so nobody is named"
+        said = f"{mismatches}: too many for one device (at most {limit}), so nobody is named"
         return AuditJudgement(Outcome.WIDESPREAD, said, ranks=ranks)
     if compared and domains < DOMAINS_TO_NAME:
         noun = "node" if topology.fault_domain == "node" else "GPU"
         said = (
-            f"{bad} ({list_ranks(ranks)}), and naming one takes {DOMAINS_TO_NAME} {noun}s, "
+            f"{mismatches} ({list_ranks(ranks)}), and naming one takes {DOMAINS_TO_NAME} {noun}s, "
             f"while there {'is' if domains == 1 else 'are'} {domains}"
         )
         return AuditJudgement(Outcome.UNATTRIBUTED, said, ranks=ranks)
@@ -466,13 +466,15 @@ def judge_audit(
         quorum: Different ranks that must hold a value for it to be right.
         recent_strikes: Other ranks with a strike lately; see `struck_lately`.
     """
-    usable = tuple(b for b in facts.bad if b.producer not in facts.transport)
+    usable = tuple(b for b in facts.mismatches if b.producer not in facts.transport)
     compared = compared_only(usable)
     early = _judge_without_blame(facts, compared, topology)
     if early is not None:
         return early
     settlement = settle(compared, facts.arbitration, quorum=quorum)
-    judgement = _judge_settled(replace(facts, bad=compared), settlement, quorum, recent_strikes)
+    judgement = _judge_settled(
+        replace(facts, mismatches=compared), settlement, quorum, recent_strikes
+    )
     if not facts.transport:
         return judgement
     also = f"; the payload of {list_ranks(facts.transport)} arrived damaged"

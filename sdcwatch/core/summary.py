@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from sdcwatch.core.outcomes import RunWord, alarm_word, gravest, is_alarm
+from sdcwatch.core.outcomes import MEANINGS, alarm_word, gravest
 from sdcwatch.core.records import (
     Check,
     CheckpointEvent,
@@ -27,6 +27,7 @@ from sdcwatch.core.records import (
     Record,
     RunFinished,
     RunStarted,
+    RunWord,
     StateChanged,
     Suspect,
     UpdateSkipped,
@@ -34,8 +35,6 @@ from sdcwatch.core.records import (
     plain,
 )
 from sdcwatch.core.text import count, list_ranks
-
-_NO_AUDIT = frozenset((Outcome.NOT_RUN, Outcome.VOID))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class RunSummary:
         clean_audits: Those that passed.
         comparisons: Comparisons of check 2 over all ranks.
         mismatches: Comparisons that did not match.
-        loss_mismatches: Those whose loss bits differed.
+        output_mismatches: Those whose outputs differed.
         gradient_mismatches: Those in which a gradient differed.
         weight_checks: Runs of check 3.
         disagreements: Tensors on which replicas differed.
@@ -76,20 +75,20 @@ class RunSummary:
         verdicts: How often each check came to each outcome.
         skipped: Updates that did not happen, by reason.
         checkpoints: Checkpoints by what became of them.
-        last_good_checkpoint_step: Last checkpoint saved or confirmed; 0 if none.
+        last_good_checkpoint_step: Last checkpoint saved or confirmed; None if none.
         last_good_checkpoint_time: Its unix time, 0.0 if none.
         last_clean_audit_step: 0 if none yet.
         last_clean_audit_time: Its unix time, 0.0 if none.
         last_weight_check_step: Last passing run of check 3; 0 if none yet.
         last_weight_check_time: Its unix time, 0.0 if none.
         steps_at_risk: Updates since the last clean audit.
-        hangs: Roll-calls in which somebody was absent.
+        hangs: Liveness checks in which somebody was absent.
         step_seconds: Wall time of all steps.
         overhead_seconds: Wall time spent in the guard, by check.
         overhead_ratio: Its share of the wall time of all steps; None before the first step.
     """
 
-    verdict: RunWord = "not checked"
+    verdict: RunWord = RunWord.NOT_CHECKED
     reason: str = ""
     run: str = ""
     state: GuardState | None = None
@@ -111,7 +110,7 @@ class RunSummary:
     clean_audits: int = 0
     comparisons: int = 0
     mismatches: int = 0
-    loss_mismatches: int = 0
+    output_mismatches: int = 0
     gradient_mismatches: int = 0
     weight_checks: int = 0
     disagreements: int = 0
@@ -122,7 +121,7 @@ class RunSummary:
     verdicts: tuple[Count, ...] = ()
     skipped: dict[str, int] = field(default_factory=dict)
     checkpoints: dict[str, int] = field(default_factory=dict)
-    last_good_checkpoint_step: int = 0
+    last_good_checkpoint_step: int | None = None
     last_good_checkpoint_time: float = 0.0
     last_clean_audit_step: int = 0
     last_clean_audit_time: float = 0.0
@@ -145,8 +144,8 @@ def _merged(known: Suspect | None, new: Suspect, step: int) -> Suspect:
         return replace(new, first_step=new.first_step or step, last_step=new.last_step or step)
     return replace(
         new,
-        bad=known.bad + new.bad,
-        total=known.total + new.total,
+        mismatches=known.mismatches + new.mismatches,
+        comparisons=known.comparisons + new.comparisons,
         partners=tuple(sorted({*known.partners, *new.partners})),
         arbiters=tuple(sorted({*known.arbiters, *new.arbiters})),
         reproduced=new.reproduced if known.reproduced is None else known.reproduced,
@@ -156,7 +155,7 @@ def _merged(known: Suspect | None, new: Suspect, step: int) -> Suspect:
     )
 
 
-class Fold:
+class SummaryBuilder:
     """A run summary that grows record by record."""
 
     def __init__(self) -> None:
@@ -200,6 +199,7 @@ class Fold:
     def _add_start(self, record: RunStarted) -> None:
         before = self._so_far
         self._tainted = self._audited = False
+        self._words.clear()
         self._segment_step = record.step
         self._set(
             run=record.run,
@@ -234,7 +234,7 @@ class Fold:
             step_seconds=before.step_seconds + record.plain_seconds + record.audit_seconds,
             loss=before.loss if record.loss is None else record.loss,
             comparisons=before.comparisons + record.comparisons,
-            loss_mismatches=before.loss_mismatches + record.loss_mismatches,
+            output_mismatches=before.output_mismatches + record.output_mismatches,
             gradient_mismatches=before.gradient_mismatches + record.gradient_mismatches,
             weight_checks=before.weight_checks + record.weight_checks,
             disagreements=before.disagreements + record.disagreements,
@@ -258,8 +258,8 @@ class Fold:
         elif record.outcome is Outcome.NOT_REPRODUCED:
             self._strikes.update([s.rank for s in record.suspects] or record.ranks)
         self._set(mismatches=before.mismatches + sum(not c.note for c in record.comparisons))
-        if is_alarm(record):
-            self._words.add(alarm_word(record.outcome))
+        if (word := alarm_word(record)) is not None:
+            self._words.add(word)
             first = before.first_alarm_step
             self._set(
                 alarms=before.alarms + 1,
@@ -281,29 +281,38 @@ class Fold:
         self._set(last_good_checkpoint_step=step, last_good_checkpoint_time=time)
 
     def _word(self) -> tuple[RunWord, str]:
-        """The run in one word, and why."""
+        """The run in one word, the gravest that holds, and why.
+
+        State, taint and alarms are those of the newest segment; suspects are those of all.
+        """
         so_far = self._so_far
         if self._tainted:
-            return "tainted", "the replicas held different weights: later checkpoints are withheld"
-        worst = gravest(self._words)
-        if worst == "suspect":
+            return (
+                RunWord.TAINTED,
+                "the replicas held different weights: later checkpoints are withheld",
+            )
+        if self._suspects:
             named = list_ranks(rank for rank, _ in self._suspects)
-            return "suspect", f"{named} named, first at step {so_far.first_alarm_step}"
-        if worst in ("unattributed", "nondeterministic"):
+            first = min(s.first_step for s in self._suspects.values())
+            return RunWord.SUSPECT, f"{named} named, first at step {first}"
+        worst = gravest(self._words)
+        if worst is RunWord.SUSPECT:  # a record that kept no evidence
+            return worst, f"a rank was named, first at step {so_far.first_alarm_step}"
+        if worst in (RunWord.UNATTRIBUTED, RunWord.NONDETERMINISTIC):
             return worst, f"{count(so_far.alarms, 'alarm')}, and no rank can be named"
+        if worst is not None:
+            return worst, f"{count(so_far.alarms, 'alarm')}, none of which points to a device"
         if so_far.coverage is Coverage.OFF:
-            return "not checked", "the replay audit is off on this model and machine"
+            return RunWord.NOT_CHECKED, "the replay audit is off on this model and machine"
         if not self._audited:
             since = f" since step {self._segment_step}" if self._segment_step else ""
             checks = count(so_far.weight_checks, "weight check")
-            return "not checked", f"no audit has been clean{since}; {checks}"
-        if worst is not None:
-            return worst, f"{count(so_far.alarms, 'alarm')}, none of which points to a device"
-        only = ", of losses only" if so_far.coverage is Coverage.LOSS_ONLY else ""
-        return "clean", (
-            f"{count(self._totals()[Check.REPLAY, Outcome.PASS], 'clean audit')}{only} "
-            f"and {count(so_far.weight_checks, 'weight check')}, no alarm"
-        )
+            return RunWord.NOT_CHECKED, f"no audit has been clean{since}; {checks}"
+        audits = count(self._totals()[Check.REPLAY, Outcome.PASS], "clean audit")
+        checks = f"{count(so_far.weight_checks, 'weight check')}, no alarm"
+        if so_far.coverage is Coverage.OUTPUTS_ONLY:
+            return RunWord.PARTLY_CHECKED, f"{audits} of outputs only and {checks}"
+        return RunWord.CLEAN, f"{audits} and {checks}"
 
     def _totals(self) -> Counter[tuple[Check, Outcome]]:
         # A crash can lose the count of a verdict whose record was written, and passes have no
@@ -320,9 +329,9 @@ class Fold:
             so_far,
             verdict=word,
             reason=reason,
-            audits=sum(n for outcome, n in replays.items() if outcome not in _NO_AUDIT),
+            audits=sum(n for outcome, n in replays.items() if MEANINGS[outcome].compared),
             clean_audits=replays.get(Outcome.PASS, 0),
-            mismatches=max(so_far.mismatches, so_far.loss_mismatches, so_far.gradient_mismatches),
+            mismatches=max(so_far.mismatches, so_far.output_mismatches, so_far.gradient_mismatches),
             suspects=tuple(self._suspects[key] for key in sorted(self._suspects)),
             strikes=dict(sorted(self._strikes.items())),
             verdicts=tuple(
@@ -340,7 +349,7 @@ class Fold:
 
 def fold(records: Iterable[Record]) -> RunSummary:
     """The summary of some records, in the order in which they were written."""
-    running = Fold()
+    running = SummaryBuilder()
     for record in records:
         running.add(record)
     return running.summary()

@@ -136,7 +136,7 @@ _OUTCOME_WORDS: dict[Outcome, tuple[str, str, str]] = {
     Outcome.WIDESPREAD: ("?", "widespread", "bold yellow"),
     Outcome.TRANSPORT: ("△", "transport", "yellow"),
     Outcome.NOT_REDUCED: ("✗", "not reduced", "bold yellow"),
-    Outcome.SCALE_DIFFERS: ("✗", "scale differs", "bold yellow"),
+    Outcome.DIFFERS: ("≠", "differs", "bold yellow"),
     Outcome.VOID: ("–", "void", "yellow"),
     Outcome.NOT_RUN: ("–", "not run", "yellow"),
 }
@@ -172,7 +172,7 @@ def line_of(record: Record) -> Text | None:
             return _line(record.step, words, style, detail)
         case Hang():
             absent = ", ".join(map(str, record.absent)) or "nobody"
-            words = f"✗ hang at {record.where}"
+            words = f"✗ hang at {record.operation}"
             return _line(record.step, words, "bold red", f": rank {absent} did not answer")
         case Note():
             return _line(record.step, f"! {record.code}", "yellow", f": {record.message}")

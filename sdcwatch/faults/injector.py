@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.errors import ConfigurationError, expect
 from sdcwatch.faults.damage import Damage, stand_in
-from sdcwatch.faults.messages import expect
 from sdcwatch.faults.plan import Fault, FaultPlan
 from sdcwatch.faults.planter import Planted, Planter
 from sdcwatch.faults.reduction import CommHook, GradientAliases, corrupting_hook

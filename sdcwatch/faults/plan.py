@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any, Literal, cast, get_args
 
 from sdcwatch.core.records import Check, Outcome
-from sdcwatch.errors import ConfigurationError
-from sdcwatch.faults.messages import expect, nearest
+from sdcwatch.errors import ConfigurationError, expect, nearest
 
 Site = Literal[
     "activation",
@@ -406,7 +405,10 @@ def _yaml() -> ModuleType:
     try:
         import yaml
     except ImportError as error:  # pragma: no cover - exercised in a process without PyYAML
-        msg = "Expected PyYAML for fault plans, but it is missing. Do: pip install 'sdcwatch[monitor]'"
+        msg = (
+            "Expected PyYAML for fault plans, but it is missing. "
+            "Do: pip install 'sdcwatch[monitor]'"
+        )
         raise ImportError(msg) from error
     return yaml
 
@@ -421,6 +423,7 @@ def load_plan(path: Path | str) -> FaultPlan:
         ConfigurationError: The file is missing, is no YAML, or holds a plan that cannot work; the
             message names the file and the fault.
     """
+    _yaml()
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:

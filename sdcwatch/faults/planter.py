@@ -17,9 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.errors import ConfigurationError, expect
 from sdcwatch.faults.damage import Damage, damaged
-from sdcwatch.faults.messages import expect
 from sdcwatch.faults.plan import Fault, FaultPlan
 
 _LOG_NAME = "faults.rank{rank}.jsonl"

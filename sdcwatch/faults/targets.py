@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.errors import ConfigurationError, expect, nearest
 from sdcwatch.faults.damage import Damage, check_dtype
-from sdcwatch.faults.messages import expect, nearest
 from sdcwatch.faults.plan import Fault, FaultPlan
 
 _UPDATE_SITES = ("weight", "optimizer_state")

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -23,19 +23,24 @@ from sdcwatch.core.records import (
 from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
 from sdcwatch.guard.checkpoint import require_place
 from sdcwatch.guard.exchange import Operation, agree
-from sdcwatch.guard.fingerprint import Replicas
+from sdcwatch.guard.fingerprint import ReplicaCheck
 from sdcwatch.guard.join import JoinableGuard
 from sdcwatch.guard.optimizer import OptimizerHooks
 from sdcwatch.guard.reporter import LOG
 from sdcwatch.guard.setup import assemble, register_hook
-from sdcwatch.guard.step import Steps
+from sdcwatch.guard.step import StepController
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from sdcwatch.config import GuardOptions
 
 
 def init(
     model: torch.nn.Module,
     optimizer: Any,
     loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
-    **options: Any,
+    **options: Unpack[GuardOptions],
 ) -> Guard:
     """Guard a training run. Every rank must call it, at the same point, with the same options.
 
@@ -74,14 +79,14 @@ class Guard(JoinableGuard):
         model: torch.nn.Module,
         optimizer: Any,
         loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
-        **options: Any,
+        **options: Unpack[GuardOptions],
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._closed = False
         self._parts = parts = assemble(model, optimizer, loss_fn, options, self._bucket_arrived)
         super().__init__(parts.exchange, parts.guarded.device, parts.guarded.process_group)
-        self._replicas = Replicas(self._parts)
-        self._steps = Steps(self._parts, self._replicas)
+        self._replicas = ReplicaCheck(self._parts)
+        self._steps = StepController(self._parts, self._replicas)
         self._hooks = OptimizerHooks(self._parts.guarded.optimizer, self._steps)
         atexit.register(self._at_exit)
         try:

@@ -14,7 +14,7 @@ from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange
 from sdcwatch.guard.reporter import Reporter
 
 
-class Checkpoints:
+class CheckpointGate:
     """Carries out the gate's decision on every rank, and remembers what is provisional."""
 
     def __init__(self, exchange: Exchange, reporter: Reporter) -> None:
@@ -46,12 +46,12 @@ class Checkpoints:
                 save()
             except Exception as raised:
                 error = raised
-        where = f"the end of save_checkpoint of step {step}"
-        failed = self._exchange.max_words(
-            (int(error is not None),), where, extra_seconds=SAVE_SECONDS
+        operation = f"the end of save_checkpoint of step {step}"
+        failed = self._exchange.max_int64s(
+            (int(error is not None),), operation, extra_seconds=SAVE_SECONDS
         )[0]
         if failed:
-            self._failed(step, decision, error, where)
+            self._failed(step, decision, error, operation)
         self._emit(step, decision.result, decision.reason, decision.detail, decision.audit_age)
         if decision.result is CheckpointResult.PROVISIONAL:
             self._provisional.append(step)
@@ -81,10 +81,10 @@ class Checkpoints:
         self._provisional.clear()
 
     def _failed(
-        self, step: int, decision: GateDecision, error: Exception | None, where: str
+        self, step: int, decision: GateDecision, error: Exception | None, operation: str
     ) -> None:
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        rows = [json.loads(r) for r in self._exchange.gather(json.dumps(text).encode(), where)]
+        rows = [json.loads(r) for r in self._exchange.gather(json.dumps(text).encode(), operation)]
         said = {rank: row for rank, row in enumerate(rows) if row}
         detail = "; ".join(f"save raised on rank {r}: {t}" for r, t in said.items())
         self._emit(step, CheckpointResult.FAILED, GateReason.SAVE_ERROR, detail, decision.audit_age)

@@ -2,7 +2,8 @@
 
 Control traffic runs on a gloo group of the guard's own, so that it cannot interleave with DDP's.
 Each operation is issued async and awaited with a *soft* deadline, which leaves the group usable;
-when it passes, a roll-call through the store finds out who is missing, and `RankGone` names them.
+when it passes, a liveness check through the store finds out who is missing, and `RankGone` names
+them.
 
 On CUDA the two-word all-reduce of every step runs on DDP's own group, on the device: the end of the
 backward is a fixed point of the host order there, and no second communicator is needed. Everything
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from sdcwatch.errors import ConfigurationError, Desync, RankGone
-from sdcwatch.guard.watchdog import RollCall, what_is_known
+from sdcwatch.guard.watchdog import LivenessCheck, what_is_known
 
 _POLL_SECONDS = 0.05
 SAVE_SECONDS = 3600.0
@@ -50,10 +51,10 @@ class Exchange(Protocol):
     rank: int
     world_size: int
 
-    def max_words(
+    def max_int64s(
         self,
         words: Sequence[int],
-        where: str,
+        operation: str,
         *,
         extra_seconds: float = 0.0,
         on_device: bool = False,
@@ -62,19 +63,19 @@ class Exchange(Protocol):
 
         Args:
             words: The same number on every rank.
-            where: What is being done, for errors.
+            operation: What is being done, for errors.
             extra_seconds: Added to the deadline, where one rank may be long.
             on_device: At the end of the backward, where it cannot interleave with DDP: use DDP's
                 group and the device, if that is CUDA.
         """
         ...
 
-    def gather(self, message: bytes, where: str, *, extra_seconds: float = 0.0) -> list[bytes]:
+    def gather(self, message: bytes, operation: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         """The message of every rank, in rank order; `extra_seconds` as for `max_words`."""
         ...
 
     def route(
-        self, outgoing: Mapping[int, torch.Tensor], incoming: Sequence[int], where: str
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Sequence[int], operation: str
     ) -> dict[int, torch.Tensor]:
         """Send byte tensors to some ranks and receive one from each rank in `incoming`.
 
@@ -95,11 +96,11 @@ class Exchange(Protocol):
         ...
 
     def position(self, text: str) -> None:
-        """Remember what this rank is doing, for a roll-call that another rank starts."""
+        """Remember what this rank is doing, for a liveness check that another rank starts."""
         ...
 
     def leave(self, note: str) -> None:
-        """Leave a note that a later roll-call finds. No collective."""
+        """Leave a note that a later liveness check finds. No collective."""
         ...
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class GlooExchange:
         process_group: The group of the replicas, usually DDP's; None for the default group.
         deadline_seconds: Soft deadline of each operation.
         device: Where the two-word all-reduce of a step runs; CUDA means DDP's own group.
-        on_absent: Called with the result of a roll-call before `RankGone` is raised.
+        on_absent: Called with the result of a liveness check before `RankGone` is raised.
 
     Raises:
         ConfigurationError: No process group is initialised.
@@ -136,7 +137,7 @@ class GlooExchange:
         self._store = store = _own_store(parent)
         self._deadline = deadline_seconds
         self.on_absent = on_absent
-        self.rolls = RollCall(store, self.rank, self.world_size, deadline_seconds + 1.0)
+        self.liveness = LivenessCheck(store, self.rank, self.world_size, deadline_seconds + 1.0)
         self._await_everyone()
         # Made directly rather than by new_group, which every rank of the job would have to call,
         # and whose counters must agree on all of them. The hard timeout is far above the soft
@@ -159,10 +160,10 @@ class GlooExchange:
         except (RuntimeError, TimeoutError) as error:
             self._gone("sdcwatch.init", error, time.monotonic() - started)
 
-    def max_words(
+    def max_int64s(
         self,
         words: Sequence[int],
-        where: str,
+        operation: str,
         *,
         extra_seconds: float = 0.0,
         on_device: bool = False,
@@ -175,24 +176,24 @@ class GlooExchange:
         tensor = torch.tensor(words, dtype=torch.int64, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._await(lambda: [self._group.allreduce([tensor], options)], where, extra_seconds)
+        self._await(lambda: [self._group.allreduce([tensor], options)], operation, extra_seconds)
         return tuple(tensor.tolist())
 
-    def gather(self, message: bytes, where: str, *, extra_seconds: float = 0.0) -> list[bytes]:
+    def gather(self, message: bytes, operation: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         """Every rank's message; see `Exchange.gather`. Sizes travel first."""
         own = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         sizes = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._await(lambda: [self._group.allgather([sizes], [own])], where, extra_seconds)
+        self._await(lambda: [self._group.allgather([sizes], [own])], operation, extra_seconds)
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
         if message:
             padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         rows = [torch.empty_like(padded) for _ in range(self.world_size)]
-        self._await(lambda: [self._group.allgather([rows], [padded])], where)
+        self._await(lambda: [self._group.allgather([rows], [padded])], operation)
         return [bytes(row[:n].numpy()) for row, n in zip(rows, lengths, strict=True)]
 
     def route(
-        self, outgoing: Mapping[int, torch.Tensor], incoming: Sequence[int], where: str
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Sequence[int], operation: str
     ) -> dict[int, torch.Tensor]:
         """Point-to-point byte tensors; see `Exchange.route`.
 
@@ -200,9 +201,9 @@ class GlooExchange:
         """
         sizes = {r: torch.tensor([t.numel()], dtype=torch.int64) for r, t in outgoing.items()}
         expected = {r: torch.zeros(1, dtype=torch.int64) for r in incoming}
-        self._await(lambda: self._post(sizes, expected), where)
+        self._await(lambda: self._post(sizes, expected), operation)
         buffers = {r: torch.empty(int(n), dtype=torch.uint8) for r, n in expected.items()}
-        self._await(lambda: self._post(outgoing, buffers), where)
+        self._await(lambda: self._post(outgoing, buffers), operation)
         return buffers
 
     def _post(
@@ -213,7 +214,7 @@ class GlooExchange:
         return works
 
     def _await(
-        self, issue: Callable[[], list[Any]], where: str, extra_seconds: float = 0.0
+        self, issue: Callable[[], list[Any]], operation: str, extra_seconds: float = 0.0
     ) -> None:
         started = time.monotonic()
         deadline = self._deadline + extra_seconds
@@ -222,15 +223,15 @@ class GlooExchange:
                 left = max(0.001, deadline - (time.monotonic() - started))
                 work.wait(timeout=timedelta(seconds=left))
         except RuntimeError as error:
-            self._gone(where, error, time.monotonic() - started)
+            self._gone(operation, error, time.monotonic() - started)
 
-    def _gone(self, where: str, error: Exception, waited: float) -> None:
-        absent, known, store_error = self.rolls.call(where)
+    def _gone(self, operation: str, error: Exception, waited: float) -> None:
+        absent, known, store_error = self.liveness.call(operation)
         if self.on_absent is not None:
-            self.on_absent(where, absent, known, waited)
+            self.on_absent(operation, absent, known, waited)
         said = [what_is_known(absent, known, store_error)]
         said.append(f"waited {waited:.1f} s: {str(error).splitlines()[0][:120]}")
-        gone = RankGone(absent, "; ".join(said), where)
+        gone = RankGone(absent, "; ".join(said), operation)
         if self.on_absent is None:  # during init: nobody has said it yet
             LOG.critical(gone)
         raise gone from error
@@ -249,11 +250,11 @@ class GlooExchange:
 
     def position(self, text: str) -> None:
         """See `Exchange.position`."""
-        self.rolls.position(text)
+        self.liveness.position(text)
 
     def leave(self, note: str) -> None:
         """See `Exchange.leave`."""
-        self.rolls.leave(note)
+        self.liveness.leave(note)
 
     def close(self) -> None:
         """Nothing to give back: the group ends with this object."""
@@ -349,22 +350,22 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
         Desync: Ranks are at different operations or steps; names who is where.
         RankGone: A rank did not answer within the deadline.
     """
-    where = f"{operation.words} of step {step}"
-    exchange.position(where)
+    at = f"{operation.words} of step {step}"
+    exchange.position(at)
     word = (((operation << _STEP_BITS) | step) << _CODE_BITS) | code
     on_device = operation is Operation.STEP
-    top, complement = exchange.max_words((word, ~word), where, on_device=on_device)
+    top, complement = exchange.max_int64s((word, ~word), at, on_device=on_device)
     bottom = ~complement
     if top >> _CODE_BITS != bottom >> _CODE_BITS:
-        rows = exchange.gather(json.dumps(where).encode(), where)
+        rows = exchange.gather(json.dumps(at).encode(), at)
         error = Desync({rank: json.loads(row) for rank, row in enumerate(rows)})
         LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
         raise error
-    exchange.position(f"in the training loop after {where}")
+    exchange.position(f"in the training loop after {at}")
     return top & ((1 << _CODE_BITS) - 1)
 
 
-def missing_ranks(exchange: Exchange, where: str, *, here: bool) -> tuple[int, ...]:
+def missing_ranks(exchange: Exchange, operation: str, *, here: bool) -> tuple[int, ...]:
     """The ranks that are not `here`. Every rank calls it."""
-    rows = exchange.gather(b"1" if here else b"", where)
+    rows = exchange.gather(b"1" if here else b"", operation)
     return tuple(rank for rank, row in enumerate(rows) if not row)

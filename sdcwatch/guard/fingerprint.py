@@ -29,8 +29,9 @@ from sdcwatch.checks.fingerprint import (
 )
 from sdcwatch.core.checkpoint import fingerprint_due
 from sdcwatch.core.fingerprint import FingerprintJudgement, judge_fingerprints
+from sdcwatch.core.outcomes import finding
 from sdcwatch.core.records import Check, Disagreement, GateReason, GuardState, Phase, Verdict
-from sdcwatch.errors import CorruptionDetected, SchemaMismatch
+from sdcwatch.errors import SchemaMismatch
 from sdcwatch.guard.exchange import Exchange, Operation, agree
 
 if TYPE_CHECKING:
@@ -65,21 +66,21 @@ class WeightCheck:
         self._replicas = replicas
         self._table: torch.Tensor | None = None
 
-    def equal(self, where: str) -> bool:
+    def equal(self, operation: str) -> bool:
         """Whether all replicas hold the same bits. One MAX of two words; every rank calls it."""
         named = self._replicas.named()
         tensors = [t.detach() for _, t in named]
         self._table = digest_tensors(tensors)
         first, _ = combine(self._table, tuple(salt(name, t) for name, t in named)).tolist()
         digest = first & (2**63 - 1)
-        top, bottom = self._replicas.exchange.max_words((digest, ~digest), where)
+        top, bottom = self._replicas.exchange.max_int64s((digest, ~digest), operation)
         return top == ~bottom
 
-    def dissent(self, where: str, loss_gradient: float | None) -> FingerprintJudgement:
+    def dissent(self, operation: str, loss_gradient: float | None) -> FingerprintJudgement:
         """Gather the fingerprints of the last `equal` and judge them. Every rank calls it.
 
         Args:
-            where: For errors.
+            operation: For errors.
             loss_gradient: The gradient that arrived at the loss: differs between ranks if their
                 GradScalers do.
         """
@@ -89,16 +90,16 @@ class WeightCheck:
         message = {"scale": loss_gradient, "pairs": to_pairs(self._table)}
         rows = [
             json.loads(r)
-            for r in self._replicas.exchange.gather(json.dumps(message).encode(), where)
+            for r in self._replicas.exchange.gather(json.dumps(message).encode(), operation)
         ]
         names = [name for name, _ in self._replicas.named()]
         tables = [[(int(a), int(b)) for a, b in row["pairs"]] for row in rows]
         judgement = judge_fingerprints(names, tables, loss_scales([row["scale"] for row in rows]))
-        notes = self._describe(judgement.disagreements[:DESCRIBED], where)
+        notes = self._describe(judgement.disagreements[:DESCRIBED], operation)
         noted = [replace(d, note=notes.get(d.tensor, "")) for d in judgement.disagreements]
         return replace(judgement, disagreements=tuple(noted))
 
-    def _describe(self, disagreements: Sequence[Disagreement], where: str) -> dict[str, str]:
+    def _describe(self, disagreements: Sequence[Disagreement], operation: str) -> dict[str, str]:
         """In which bits the two largest sides of each tensor differ. Every rank calls it."""
         exchange, tensors = self._replicas.exchange, dict(self._replicas.named())
         own: dict[str, str] = {}
@@ -109,10 +110,10 @@ class WeightCheck:
                 continue
             outgoing = {here: _as_bytes(tensor)} if exchange.rank == there else {}
             incoming = [there] if exchange.rank == here else []
-            for data in exchange.route(outgoing, incoming, where).values():
+            for data in exchange.route(outgoing, incoming, operation).values():
                 theirs = data.view(tensor.dtype).reshape(tensor.shape)
                 own[disagreement.tensor] = describe_difference(tensor, theirs)
-        rows = exchange.gather(json.dumps(own).encode(), where)
+        rows = exchange.gather(json.dumps(own).encode(), operation)
         return {name: note for row in rows for name, note in json.loads(row).items()}
 
 
@@ -143,7 +144,7 @@ def require_same_schema(exchange: Exchange, named: Named) -> None:
     schema = [(name, str(tuple(t.shape)), str(t.dtype)) for name, t in named]
     encoded = json.dumps(schema).encode()
     word = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big") >> 1
-    top, bottom = exchange.max_words((word, ~word), "the comparison of model schemas")
+    top, bottom = exchange.max_int64s((word, ~word), "the comparison of model schemas")
     if top == ~bottom:
         return
     rows = [json.loads(r) for r in exchange.gather(encoded, "the comparison of model schemas")]
@@ -169,7 +170,7 @@ def schema_differences(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
     return said[:10]
 
 
-class Replicas:
+class ReplicaCheck:
     """Check 3 in the course of a run.
 
     Attributes:
@@ -241,4 +242,4 @@ class Replicas:
         every = config.checkpoint_every
         if saving or (every is not None and step % every == 0 < step):
             parts.checkpoints.withhold(step, GateReason.FINGERPRINT, verdict.reason, None)
-        raise CorruptionDetected(verdict)
+        raise finding(verdict)

@@ -19,7 +19,7 @@ from sdcwatch.guard.exchange import all_reduce_async
 UserHook = tuple[Any, Callable[..., Any]]
 
 
-class GradientScreen:
+class GradientProbes:
     """State of the communication hook over one synchronising backward.
 
     Attributes:
@@ -55,7 +55,7 @@ class GradientScreen:
         self.begin(self.homes)
         self._on_bucket = None
 
-    def succeed(self, closed: "GradientScreen") -> "GradientScreen":
+    def take_over(self, closed: "GradientProbes") -> "GradientProbes":
         """Take the place of a released screen, which DDP keeps, and return it."""
         closed.__dict__.update(self.__dict__)
         return closed
@@ -107,10 +107,10 @@ class GradientScreen:
         return tensor
 
 
-def released_screen(ddp: torch.nn.parallel.DistributedDataParallel) -> GradientScreen | None:
+def released_probes(ddp: torch.nn.parallel.DistributedDataParallel) -> GradientProbes | None:
     """The screen that a closed guard left on a DDP model, if there is one."""
     for _, state in getattr(ddp, "_comm_hooks", ()):
-        if isinstance(state, GradientScreen) and state.released:
+        if isinstance(state, GradientProbes) and state.released:
             return state
     return None
 
@@ -121,7 +121,7 @@ def _elements(buffer: torch.Tensor, bucket: GradBucket) -> int:
     return buffer.numel()
 
 
-def guard_hook(state: GradientScreen, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def guard_hook(state: GradientProbes, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The function that DDP calls for each bucket."""
     future: torch.futures.Future[torch.Tensor] = state.reduce(bucket)
     return future

@@ -30,7 +30,7 @@ class _Shadow(JoinHook):
             return
         guard.shadow_step()
         guard.joined_exchange.mark_joined()
-        guard.joined_exchange.max_words(
+        guard.joined_exchange.max_int64s(
             (NEUTRAL, NEUTRAL), "a step after this rank ran out of inputs", on_device=True
         )
 

@@ -1,4 +1,4 @@
-"""Check 1: what this rank saw, read off the device once per step, and what it means where it tripped.
+"""Check 1: what this rank saw, read off the device once per step, and what became of it.
 
 The investigation runs only when a rank saw something, so it may gather. The flagged rank's
 micro-batches travel to a rank on another node with the captured gradient of the loss, so that a
@@ -78,10 +78,12 @@ class NonfiniteInvestigation:
             micro_batches: Everything this rank accumulated in the step, in order; empty if unknown.
             trusted: Preflight did not find that replays differ from steps.
         """
-        where = f"the non-finite check of step {step}"
+        operation = f"the non-finite check of step {step}"
         own = replace(own, loss_scaled=_scaled(micro_batches))
         message = {**asdict(own), "count": len(micro_batches)}
-        rows = [json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), where)]
+        rows = [
+            json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), operation)
+        ]
         counts = [row.pop("count") for row in rows]
         facts = [RankFinite(**row) for row in rows]
         if not any(f.reduced or f.loss for f in facts):
@@ -94,9 +96,9 @@ class NonfiniteInvestigation:
         plan = plan_nonfinite_replays(facts, self._topology)
         plan = {p: r for p, r in plan.items() if counts[p] > 0}
         if plan:
-            replays = self._elsewhere(plan, counts, micro_batches, where)
+            replays = self._elsewhere(plan, counts, micro_batches, operation)
         else:
-            replays = self._without_scale(facts, micro_batches, where)
+            replays = self._without_scale(facts, micro_batches, operation)
         return judge_nonfinite(facts, replays, self._topology, trusted=trusted)
 
     def _limited(self, step: int) -> bool:
@@ -109,7 +111,7 @@ class NonfiniteInvestigation:
         plan: dict[int, int],
         counts: Sequence[int],
         micro_batches: Sequence[MicroBatch],
-        where: str,
+        operation: str,
     ) -> dict[int, ReplayFinite]:
         """Replay every flagged rank's micro-batches, in order, on a rank of another domain."""
         me = self._exchange.rank
@@ -121,7 +123,7 @@ class NonfiniteInvestigation:
             if me in plan and index < counts[me]:
                 outgoing[plan[me]] = pack_or_nothing(micro_batches[index])
             incoming = [p for p in found if index < counts[p]]
-            for producer, payload in self._exchange.route(outgoing, incoming, where).items():
+            for producer, payload in self._exchange.route(outgoing, incoming, operation).items():
                 micro_batch = unpack_or_error(payload, self._device)
                 if isinstance(micro_batch, str):
                     damaged.add(producer)
@@ -134,10 +136,10 @@ class NonfiniteInvestigation:
             _summarise(p, me, results, unscaled[p], damaged=p in damaged)
             for p, results in found.items()
         ]
-        return self._share(own, where, 2 * sum(counts[p] for p in plan))
+        return self._share(own, operation, 2 * sum(counts[p] for p in plan))
 
     def _without_scale(
-        self, facts: Sequence[RankFinite], micro_batches: Sequence[MicroBatch], where: str
+        self, facts: Sequence[RankFinite], micro_batches: Sequence[MicroBatch], operation: str
     ) -> dict[int, ReplayFinite]:
         """No other domain can replay, and the flagged ranks scale their loss.
 
@@ -154,16 +156,16 @@ class NonfiniteInvestigation:
             pairs = zip(micro_batches, results, strict=True)
             free = [self._replay(m, True) for m, r in pairs if _nonfinite(r)]
             own.append(_summarise(me, me, results, free, damaged=False))
-        replays = self._share(own, where, 2 * len(micro_batches))
+        replays = self._share(own, operation, 2 * len(micro_batches))
         explained = all(r.nonfinite and r.nonfinite_unscaled is False for r in replays.values())
         return replays if explained else {}
 
     def _share(
-        self, own: Sequence[ReplayFinite], where: str, replays: int
+        self, own: Sequence[ReplayFinite], operation: str, replays: int
     ) -> dict[int, ReplayFinite]:
         message = json.dumps([asdict(r) for r in own]).encode()
         patience = SECONDS_PER_REPLAY * replays
-        rows = self._exchange.gather(message, where, extra_seconds=patience)
+        rows = self._exchange.gather(message, operation, extra_seconds=patience)
         found = [ReplayFinite(**item) for row in rows for item in json.loads(row)]
         return {r.producer: r for r in found}
 

@@ -63,9 +63,11 @@ class Preflight:
         Returns:
             Whether an audit over the ring is worth making on this step.
         """
-        where = f"the preflight of step {step}"
+        operation = f"the preflight of step {step}"
         message = {"audit": asdict(self._audit(own)), "facts": self._facts()}
-        rows = [json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), where)]
+        rows = [
+            json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), operation)
+        ]
         differences = environment_differences([row["facts"] for row in rows])
         if differences:
             self.decide(Coverage.OFF, "ranks run different software: " + "; ".join(differences))
@@ -105,7 +107,7 @@ class Preflight:
         names = [self._names[i] for i in differs[1:].nonzero().flatten().tolist()]
         return SelfAudit(
             rank=rank,
-            loss_equal=not bool(differs[0]),
+            outputs_equal=not bool(differs[0]),
             gradients_equal=not names,
             loss_repeats=torch.equal(one[0], two[0]),
             gradients_repeat=torch.equal(one[1:], two[1:]),

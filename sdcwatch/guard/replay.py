@@ -26,7 +26,7 @@ from sdcwatch.core.records import SHOWN, Comparison, Phase
 from sdcwatch.core.replay import (
     AuditFacts,
     AuditJudgement,
-    Bad,
+    Mismatch,
     Repeat,
     error_value,
     is_error,
@@ -88,9 +88,9 @@ class _Finding:
     replayer: int
     producer_value: str = ""
     replayer_value: str = ""
-    loss_equal: bool = True
-    bad: tuple[int, ...] = ()
-    bad_total: int = 0
+    outputs_equal: bool = True
+    differing: tuple[int, ...] = ()
+    differing_total: int = 0
     error: str = ""
     transport: bool = False
 
@@ -99,9 +99,9 @@ class _Finding:
         return self.producer_value == self.replayer_value and not (self.error or self.transport)
 
     @property
-    def as_bad(self) -> Bad:
+    def as_mismatch(self) -> Mismatch:
         value = error_value(self.error) if self.error else self.replayer_value
-        return Bad(self.producer, self.replayer, self.producer_value, value)
+        return Mismatch(self.producer, self.replayer, self.producer_value, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,30 +160,30 @@ class RingAudit:
         Raises:
             RankGone: A rank did not answer within the deadline.
         """
-        where = f"the audit of step {step}"
+        operation = f"the audit of step {step}"
         self._seconds = {}
         self._held = {self._exchange.rank: own.micro_batch}
         self._audits += 1
         pairing = draw_pairing(self._topology, step=step, seed=self._seed)
         try:
-            finding = self._compare(pairing, own, where)
-            trouble = self._exchange.max_words((int(not finding.matches),), where)[0]
+            finding = self._compare(pairing, own, operation)
+            trouble = self._exchange.max_int64s((int(not finding.matches),), operation)[0]
             if not trouble:
                 world = self._topology.world_size
                 judgement = judge_audit(AuditFacts(comparisons_total=world), self._topology)
                 return AuditResult(judgement, (), world, seconds=dict(self._seconds))
-            return self._blame(finding, pairing, own, where)
+            return self._blame(finding, pairing, own, operation)
         finally:
             self._held = {}
 
-    def _compare(self, pairing: Pairing, own: OwnStep, where: str) -> _Finding:
+    def _compare(self, pairing: Pairing, own: OwnStep, operation: str) -> _Finding:
         me = self._exchange.rank
         to, producer = pairing.replayer[me], pairing.producer[me]
         started = time.perf_counter()
         table = result_table(own.loss, own.gradients)
         packed = pack_or_nothing(own.micro_batch)
-        payload = self._exchange.route({to: packed}, [producer], where)[producer]
-        theirs = self._exchange.route({to: frame_table(table)}, [producer], where)[producer]
+        payload = self._exchange.route({to: packed}, [producer], operation)[producer]
+        theirs = self._exchange.route({to: frame_table(table)}, [producer], operation)[producer]
         self._spent(Phase.EXCHANGE, started)
         received = unpack_or_error(payload, self._device)
         try:
@@ -205,15 +205,15 @@ class RingAudit:
         if got is None:
             return _Finding(producer, me, producer_value=value_of(expected), error=error)
         differs = (expected != got).any(dim=1)
-        bad = differs[1:].nonzero().flatten().tolist()
+        differing = differs[1:].nonzero().flatten().tolist()
         return _Finding(
             producer,
             me,
             producer_value=value_of(expected),
             replayer_value=value_of(got),
-            loss_equal=not bool(differs[0]),
-            bad=tuple(bad[:SHOWN]),
-            bad_total=len(bad),
+            outputs_equal=not bool(differs[0]),
+            differing=tuple(differing[:SHOWN]),
+            differing_total=len(differing),
         )
 
     def _recompute(self, producer: int, *, gradients: bool) -> tuple[torch.Tensor | None, str]:
@@ -225,24 +225,26 @@ class RingAudit:
             return None, result.error
         return result_table(result.loss, result.gradients if gradients else None), ""
 
-    def _blame(self, finding: _Finding, pairing: Pairing, own: OwnStep, where: str) -> AuditResult:
+    def _blame(
+        self, finding: _Finding, pairing: Pairing, own: OwnStep, operation: str
+    ) -> AuditResult:
         started = time.perf_counter()
         gradients = own.gradients is not None
-        rows = self._exchange.gather(json.dumps(_as_json(finding)).encode(), where)
+        rows = self._exchange.gather(json.dumps(_as_json(finding)).encode(), operation)
         findings = [_from_json(json.loads(row)) for row in rows]
-        bad = [f.as_bad for f in findings if not (f.matches or f.transport)]
+        mismatches = [f.as_mismatch for f in findings if not (f.matches or f.transport)]
         notes: list[str] = []
         arbitration: dict[int, dict[int, str]] = {}
         repeats: dict[tuple[int, int], tuple[str, ...]] = {}
-        compared = [b for b in bad if not is_error(b.replayer_value)]
+        compared = [b for b in mismatches if not is_error(b.replayer_value)]
         if len(compared) > widespread_limit(len(findings)):
-            notes += self._survey(own, where, gradients=gradients)
-        elif bad:
-            arbitration = self._arbitrate(bad, own, where, gradients=gradients)
-            repeats = self._repeat(bad, arbitration, where, gradients=gradients)
+            notes += self._survey(own, operation, gradients=gradients)
+        elif mismatches:
+            arbitration = self._arbitrate(mismatches, own, operation, gradients=gradients)
+            repeats = self._repeat(mismatches, arbitration, operation, gradients=gradients)
         facts = AuditFacts(
             comparisons_total=len(findings),
-            bad=tuple(bad),
+            mismatches=tuple(mismatches),
             arbitration=arbitration,
             repeats=repeats,
             transport=tuple(sorted(f.producer for f in findings if f.transport)),
@@ -256,20 +258,20 @@ class RingAudit:
         return AuditResult(judgement, comparisons, len(findings), tuple(notes), dict(self._seconds))
 
     def _judge(self, facts: AuditFacts) -> AuditJudgement:
-        wrong = settle(facts.bad, facts.arbitration, quorum=self._quorum).wrong
+        wrong = settle(facts.mismatches, facts.arbitration, quorum=self._quorum).wrong
         struck = struck_lately(self._strikes, audit=self._audits, excluding=wrong)
         judgement = judge_audit(facts, self._topology, quorum=self._quorum, recent_strikes=struck)
         self._strikes += [(self._audits, n.rank) for n in judgement.strikes]
         return judgement
 
     def _arbitrate(
-        self, bad: Sequence[Bad], own: OwnStep, where: str, *, gradients: bool
+        self, mismatches: Sequence[Mismatch], own: OwnStep, operation: str, *, gradients: bool
     ) -> dict[int, dict[int, str]]:
         me = self._exchange.rank
-        plan = plan_arbitration(bad, self._topology, quorum=self._quorum)
+        plan = plan_arbitration(mismatches, self._topology, quorum=self._quorum)
         outgoing = {a: pack_or_nothing(own.micro_batch) for a in plan.get(me, ())}
         incoming = [p for p, arbiters in plan.items() if me in arbiters]
-        received = self._exchange.route(outgoing, incoming, where)
+        received = self._exchange.route(outgoing, incoming, operation)
         values: dict[str, str] = {}
         for producer, payload in received.items():
             micro_batch = unpack_or_error(payload, self._device)
@@ -280,7 +282,7 @@ class RingAudit:
             if table is not None:
                 values[str(producer)] = value_of(table)
         rows = self._exchange.gather(
-            json.dumps(values).encode(), where, extra_seconds=self._patience(len(plan))
+            json.dumps(values).encode(), operation, extra_seconds=self._patience(len(plan))
         )
         arbitration: dict[int, dict[int, str]] = {p: {} for p in plan}
         for arbiter, row in enumerate(rows):
@@ -290,15 +292,15 @@ class RingAudit:
 
     def _repeat(
         self,
-        bad: Sequence[Bad],
+        mismatches: Sequence[Mismatch],
         arbitration: dict[int, dict[int, str]],
-        where: str,
+        operation: str,
         *,
         gradients: bool,
     ) -> dict[tuple[int, int], tuple[str, ...]]:
         """Those to be named, and those they are measured against, compute again."""
         me = self._exchange.rank
-        plan = plan_repeats(settle(bad, arbitration, quorum=self._quorum))
+        plan = plan_repeats(settle(mismatches, arbitration, quorum=self._quorum))
         own: dict[str, list[str]] = {}
         for repeat in plan:
             if repeat.rank != me or repeat.producer not in self._held:
@@ -309,7 +311,7 @@ class RingAudit:
                 values.append(error_value(error) if table is None else value_of(table))
             own[str(repeat.producer)] = values
         rows = self._exchange.gather(
-            json.dumps(own).encode(), where, extra_seconds=self._patience(_most_replays(plan))
+            json.dumps(own).encode(), operation, extra_seconds=self._patience(_most_replays(plan))
         )
         return {
             (rank, int(producer)): tuple(values)
@@ -321,14 +323,16 @@ class RingAudit:
         """Seconds that a rank with so many replays may take, while this one only waits."""
         return SLACK * replays * self._slowest
 
-    def _survey(self, own: OwnStep, where: str, *, gradients: bool) -> list[str]:
+    def _survey(self, own: OwnStep, operation: str, *, gradients: bool) -> list[str]:
         """Too many mismatches for a broken device: does each rank repeat itself, and in what?"""
         table, error = self._recompute(self._exchange.rank, gradients=gradients)
         same = table is not None and value_of(table) == value_of(
             result_table(own.loss, own.gradients)
         )
         message = {"same": same, "error": error, "environment": self._facts()}
-        rows = [json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), where)]
+        rows = [
+            json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), operation)
+        ]
         notes = []
         unequal = [r for r, row in enumerate(rows) if not row["same"]]
         if unequal:
@@ -344,9 +348,9 @@ class RingAudit:
         return Comparison(
             producer=finding.producer,
             replayer=finding.replayer,
-            loss_equal=finding.loss_equal,
-            tensors=tuple(self._names[i] for i in finding.bad),
-            tensors_bad=finding.bad_total,
+            outputs_equal=finding.outputs_equal,
+            tensors=tuple(self._names[i] for i in finding.differing),
+            tensors_differing=finding.differing_total,
             arbiters=tuple(sorted(arbitration.get(finding.producer, {}))),
             wrong=tuple(r for r in pair if finding.producer in wrong.get(r, ())),
             note="transport" if finding.transport else finding.error,
@@ -382,7 +386,7 @@ def _as_json(finding: _Finding) -> dict[str, object]:
 
 
 def _from_json(data: dict[str, object]) -> _Finding:
-    return _Finding(**{**data, "bad": tuple(data["bad"])})  # type: ignore[arg-type]
+    return _Finding(**{**data, "differing": tuple(data["differing"])})  # type: ignore[arg-type]
 
 
 def pack_or_nothing(micro_batch: MicroBatch) -> torch.Tensor:

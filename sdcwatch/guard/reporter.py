@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sdcwatch.core.fingerprint import FingerprintJudgement
 from sdcwatch.core.nonfinite import NonfiniteJudgement
-from sdcwatch.core.outcomes import is_alarm
+from sdcwatch.core.outcomes import MEANINGS, is_alarm
 from sdcwatch.core.records import (
     SHOWN,
     Action,
@@ -47,7 +47,7 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.replay import Named
-from sdcwatch.core.summary import Fold, RunSummary
+from sdcwatch.core.summary import RunSummary, SummaryBuilder
 from sdcwatch.core.text import list_ranks
 from sdcwatch.core.topology import Topology
 
@@ -90,7 +90,7 @@ class Window:
         self.durations: dict[tuple[Check, Phase], list[float]] = defaultdict(list)
         self.overhead: dict[str, float] = defaultdict(float)
         self.comparisons = 0
-        self.loss_mismatches = 0
+        self.output_mismatches = 0
         self.gradient_mismatches = 0
         self.weight_checks = 0
         self.disagreements = 0
@@ -125,7 +125,7 @@ class Reporter:
     ) -> None:
         self._sink = sink
         self._summary_path, self._leader = summary_path, leader
-        self._fold = Fold()
+        self._fold = SummaryBuilder()
         self._last = time.monotonic()
         self._said: set[str] = set()
         self.window = Window(start_step + 1)
@@ -217,12 +217,12 @@ class Reporter:
             self.enter(GuardState.ARMED, "every check is on")
 
     def audited(
-        self, total: int, bad: Sequence[Comparison], seconds: Mapping[Phase, float]
+        self, comparisons: int, mismatches: Sequence[Comparison], seconds: Mapping[Phase, float]
     ) -> None:
         """Count an audit."""
-        self.window.comparisons += total
-        self.window.loss_mismatches += sum(not c.loss_equal for c in bad)
-        self.window.gradient_mismatches += sum(c.tensors_bad > 0 for c in bad)
+        self.window.comparisons += comparisons
+        self.window.output_mismatches += sum(not c.outputs_equal for c in mismatches)
+        self.window.gradient_mismatches += sum(c.tensors_differing > 0 for c in mismatches)
         for phase, spent in seconds.items():
             self.spent(Check.REPLAY, phase, spent)
 
@@ -252,14 +252,13 @@ class Reporter:
                 Count(check=c, outcome=o, count=n) for (c, o), n in sorted(window.counts.items())
             ),
             comparisons=window.comparisons,
-            loss_mismatches=window.loss_mismatches,
+            output_mismatches=window.output_mismatches,
             gradient_mismatches=window.gradient_mismatches,
             weight_checks=window.weight_checks,
             disagreements=window.disagreements,
             loss=self.loss,
             durations=tuple(
-                Durations(check=c, phase=p, seconds=tuple(seconds))
-                for (c, p), seconds in sorted(window.durations.items())
+                Durations.of(c, p, seconds) for (c, p), seconds in sorted(window.durations.items())
             ),
             plain_steps=window.plain_steps,
             plain_seconds=window.plain_seconds,
@@ -377,7 +376,7 @@ def _finish_line(f: RunFinished) -> str:
 def _hang_line(h: Hang) -> str:
     known = [f"rank {rank} {text}" if rank.isdigit() else text for rank, text in h.left.items()]
     said = ": " + "; ".join(known) if known else ""
-    return f"step {h.step}: {list_ranks(h.absent)} absent at {h.where}{said}"
+    return f"step {h.step}: {list_ranks(h.absent)} absent at {h.operation}{said}"
 
 
 _LINES: dict[type[Record], Callable[..., str]] = {
@@ -409,11 +408,10 @@ def level_of(record: Record) -> int:
     return logging.INFO
 
 
-NOT_FAILURES = frozenset({Outcome.PASS, Outcome.NONDETERMINISTIC, Outcome.VOID, Outcome.NOT_RUN})
 """Outcomes of check 2 after which the update goes ahead: no evidence that it is wrong."""
 
 
-class Verdicts:
+class VerdictBuilder:
     """Builds verdicts; remembers since when each suspect has been one.
 
     Args:
@@ -428,7 +426,7 @@ class Verdicts:
     def nonfinite(self, step: int, judgement: NonfiniteJudgement) -> Verdict:
         """Check 1 tripped: always a failure, whoever caused it."""
         suspects = tuple(
-            self._suspect(step, rank, Check.NONFINITE, bad=1, total=1, partners=())
+            self._suspect(step, rank, Check.NONFINITE, mismatches=1, comparisons=1, partners=())
             for rank in judgement.named
         )
         return Verdict(
@@ -448,7 +446,7 @@ class Verdicts:
     def replay(self, step: int, result: AuditResult) -> Verdict:
         """An audit that was not clean."""
         judgement = result.judgement
-        failed = judgement.outcome not in NOT_FAILURES
+        failed = MEANINGS[judgement.outcome].failed
         return Verdict(
             step=step,
             time=time.time(),
@@ -485,8 +483,8 @@ class Verdicts:
                 step,
                 rank,
                 Check.FINGERPRINT,
-                bad=len(names),
-                total=tensors,
+                mismatches=len(names),
+                comparisons=tensors,
                 partners=(),
                 tensors=names[:SHOWN],
             )
@@ -499,6 +497,7 @@ class Verdicts:
             outcome=judgement.outcome,
             reason=judgement.reason,
             failed=True,
+            cause=judgement.cause,
             action=self._action(Action.STOP),
             suspects=suspects,
             ranks=judgement.ranks,
@@ -516,8 +515,8 @@ class Verdicts:
             step,
             named.rank,
             Check.REPLAY,
-            bad=named.bad,
-            total=named.total,
+            mismatches=named.mismatches,
+            comparisons=named.comparisons,
             partners=named.partners,
             arbiters=named.arbiters,
             reproduced=named.reproduced,
@@ -530,8 +529,8 @@ class Verdicts:
         rank: int,
         check: Check,
         *,
-        bad: int,
-        total: int,
+        mismatches: int,
+        comparisons: int,
         partners: Iterable[int],
         arbiters: Iterable[int] = (),
         reproduced: bool | None = None,
@@ -546,8 +545,8 @@ class Verdicts:
             gpu=info.gpu,
             gpu_index=info.gpu_index,
             check=check,
-            bad=bad,
-            total=total,
+            mismatches=mismatches,
+            comparisons=comparisons,
             partners=tuple(partners),
             arbiters=tuple(arbiters),
             reproduced=reproduced,

@@ -27,16 +27,16 @@ from sdcwatch.core.records import Hang, RunStarted
 from sdcwatch.core.text import count, list_names, list_ranks
 from sdcwatch.core.topology import RankInfo, Topology, choose_fault_domain, pairing_problem
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.guard.checkpoint import Checkpoints
+from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, GlooExchange
 from sdcwatch.guard.fingerprint import ReplicaSet, WeightCheck, require_same_schema
 from sdcwatch.guard.guarded import Guarded, LossFn, bare_module, find_ddp
-from sdcwatch.guard.hook import GradientScreen, guard_hook, released_screen
+from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
 from sdcwatch.guard.nonfinite import NonfiniteInvestigation
 from sdcwatch.guard.optimizer import unwrap
 from sdcwatch.guard.preflight import Preflight
 from sdcwatch.guard.replay import AuditPolicy, RingAudit
-from sdcwatch.guard.reporter import LOG, Reporter, Verdicts, open_console
+from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.sinks.base import Sink
 from sdcwatch.sinks.build import build_sinks
@@ -58,13 +58,13 @@ class Parts:
     capture: Capture
     switches: DeterministicSwitches
     stance: EagerStance
-    screen: GradientScreen
+    screen: GradientProbes
     preflight: Preflight
     audit: RingAudit
     investigation: NonfiniteInvestigation
     weights: WeightCheck
-    verdicts: Verdicts
-    checkpoints: Checkpoints
+    verdicts: VerdictBuilder
+    checkpoints: CheckpointGate
     watchdog: Watchdog | None
     audits_off: str
     """Why audits are off; empty if they are on."""
@@ -266,8 +266,8 @@ def _parts(  # noqa: PLR0913 - what _meet has found out
         audit=RingAudit(exchange, topology, guarded.replay, names, policy=policy),
         investigation=NonfiniteInvestigation(exchange, topology, guarded.replay, guarded.device),
         weights=WeightCheck(replicas),
-        verdicts=Verdicts(topology, observing=config.mode == "observe"),
-        checkpoints=Checkpoints(exchange, reporter),
+        verdicts=VerdictBuilder(topology, observing=config.mode == "observe"),
+        checkpoints=CheckpointGate(exchange, reporter),
         watchdog=_watchdog(config, exchange, reporter),
         audits_off=audits_off,
     )
@@ -275,11 +275,11 @@ def _parts(  # noqa: PLR0913 - what _meet has found out
 
 def _screen(
     config: GuardConfig, guarded: Guarded, exchange: Exchange, on_bucket: Callable[[], None]
-) -> GradientScreen:
+) -> GradientProbes:
     group, world = guarded.process_group, exchange.world_size
-    screen = GradientScreen(group, world, on_bucket, config.comm_hook)
-    closed = None if guarded.ddp is None else released_screen(guarded.ddp)
-    return screen if closed is None else screen.succeed(closed)
+    screen = GradientProbes(group, world, on_bucket, config.comm_hook)
+    closed = None if guarded.ddp is None else released_probes(guarded.ddp)
+    return screen if closed is None else screen.take_over(closed)
 
 
 def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -> Watchdog | None:
@@ -291,14 +291,14 @@ def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -
         reporter.urgent(hang)
 
     def on_absent(
-        where: str, absent: tuple[int, ...], known: dict[int, str], waited: float
+        operation: str, absent: tuple[int, ...], known: dict[int, str], waited: float
     ) -> None:
         report(
             Hang(
                 step=reporter.step,
                 time=time.time(),
                 reporter=exchange.rank,
-                where=where,
+                operation=operation,
                 absent=absent,
                 left={str(rank): text for rank, text in known.items()},
                 waited_seconds=round(waited, 1),
@@ -307,7 +307,7 @@ def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -
 
     exchange.on_absent = on_absent
     return Watchdog(
-        exchange.rolls,
+        exchange.liveness,
         hang_seconds=config.hang_seconds,
         poll_seconds=min(10.0, config.deadline_seconds / POLLS_PER_DEADLINE),
         report=report,
@@ -401,7 +401,7 @@ def _refuse_sharding(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a communication hook is registered already, other than a closed guard's."""
-    return bool(getattr(ddp, "_comm_hooks", None)) and released_screen(ddp) is None
+    return bool(getattr(ddp, "_comm_hooks", None)) and released_probes(ddp) is None
 
 
 def make_run_dir(config: GuardConfig, run: str) -> Path:

@@ -23,6 +23,7 @@ import torch
 
 from sdcwatch.core.checkpoint import audit_due
 from sdcwatch.core.nonfinite import RankFinite, after_join
+from sdcwatch.core.outcomes import finding
 from sdcwatch.core.records import (
     Action,
     Check,
@@ -34,9 +35,8 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.errors import CorruptionDetected
 from sdcwatch.guard.exchange import Code, Operation, agree, missing_ranks
-from sdcwatch.guard.fingerprint import Replicas
+from sdcwatch.guard.fingerprint import ReplicaCheck
 from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.nonfinite import (
     gradient_homes,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
-class Steps:
+class StepController:
     """The state of a guarded loop from step to step.
 
     Attributes:
@@ -68,7 +68,7 @@ class Steps:
         error: What the guard raised in a backward or an update, for the last record.
     """
 
-    def __init__(self, parts: Parts, replicas: Replicas) -> None:
+    def __init__(self, parts: Parts, replicas: ReplicaCheck) -> None:
         self._parts, self._replicas = parts, replicas
         self.step = parts.config.start_step
         self.last_verdict: Verdict | None = None
@@ -77,7 +77,7 @@ class Steps:
         self._window: StepWindow | None = None
         self._queued = False
         self._postponed = False
-        self.skips = Skips(parts.guarded, parts.reporter, parts.config.max_consecutive_skips)
+        self.skips = SkipTracker(parts.guarded, parts.reporter, parts.config.max_consecutive_skips)
         self.error: BaseException | None = None
         self._missing_since = -1
         if parts.audits_off:
@@ -174,7 +174,7 @@ class Steps:
 
     def _decide(self, window: StepWindow) -> None:
         parts, reporter = self._parts, self._parts.reporter
-        with reporter.timed(Check.NONFINITE, Phase.SCREEN):
+        with reporter.timed(Check.NONFINITE, Phase.PROBE):
             own, reporter.loss = observe(parts, window)
         seen = own.local or own.reduced or own.loss or own.buckets_reduced < own.buckets_expected
         recorded = window.recorded(audit=self._wants_audit(window.step))
@@ -230,9 +230,9 @@ class Steps:
         own = own_step(parts, window)
         assert own is not None  # every rank has said so in the header
         parts.reporter.flush()
-        where = f"the weights before the audit of step {step}"
+        operation = f"the weights before the audit of step {step}"
         with parts.reporter.timed(Check.REPLAY, Phase.DIGEST):
-            equal = parts.weights.equal(where)
+            equal = parts.weights.equal(operation)
         if not equal:
             reason = "the replicas already differ, so no comparison means anything"
             decision = self._say(parts.verdicts.not_run(step, reason, outcome=Outcome.VOID))
@@ -250,7 +250,7 @@ class Steps:
     def _audit(self, step: int, own: OwnStep) -> Decision:
         parts, preflight = self._parts, self._parts.preflight
         self._postponed = False
-        if preflight.coverage is Coverage.LOSS_ONLY:
+        if preflight.coverage is Coverage.OUTPUTS_ONLY:
             own = replace(own, gradients=None)
         result = parts.audit.run(step, own)
         parts.reporter.audited(result.total, result.comparisons, result.seconds)
@@ -322,7 +322,7 @@ class Steps:
                 if parameter.grad is not None:
                     parameter.grad.detach().fill_(float("nan"))
         if verdict.action is Action.STOP:
-            raise CorruptionDetected(verdict)
+            raise finding(verdict)
 
     # --- the update: called by the optimizer hooks ---
 
@@ -401,13 +401,13 @@ class Steps:
 
 def ring_coverage(result: AuditResult) -> tuple[Coverage, str]:
     """What is left to compare if ranks do not even agree in the first audit."""
-    losses = all(c.loss_equal for c in result.comparisons)
+    losses = all(c.outputs_equal for c in result.comparisons)
     said = "; ".join((result.judgement.reason, *result.notes))
-    coverage = Coverage.LOSS_ONLY if losses else Coverage.OFF
+    coverage = Coverage.OUTPUTS_ONLY if losses else Coverage.OFF
     return coverage, f"ranks do not compute the same bits: {said}"
 
 
-class Skips:
+class SkipTracker:
     """Keeps count of skipped updates.
 
     Args:
@@ -445,7 +445,7 @@ class Skips:
             )
         )
         if decision.verdict is not None and self._in_a_row > self._most:
-            raise CorruptionDetected(replace(decision.verdict, action=Action.STOP))
+            raise finding(replace(decision.verdict, action=Action.STOP))
 
     def left(self, step: int, decision: Decision) -> None:
         """The next forward came before an update: given up, or accumulating."""

@@ -24,10 +24,10 @@ _GRACE_SECONDS = 0.5
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 """What backends say when a collective ends because its peer has."""
 _STORE_SECONDS = 10.0
-"""What a roll-call may take beyond its window: a store may be out of reach and never answer."""
+"""What a liveness check may take beyond its window: a store out of reach may never answer."""
 
 
-class RollCall:
+class LivenessCheck:
     """Finds absent ranks through the store, which works when collectives do not.
 
     Every rank that waits in vain posts ``here``; a watchdog thread on the others answers with what
@@ -53,13 +53,13 @@ class RollCall:
             return
 
     def answer(self) -> None:
-        """Answer roll-calls of other ranks; called from the watchdog thread."""
+        """Answer liveness checks of other ranks; called from the watchdog thread."""
         number = self._store.add("calls", 0)
         if number > self._answered:
             self._store.set(f"alive/{self.rank}", f"{number} {self._position}")
             self._answered = number
 
-    def call(self, where: str) -> tuple[tuple[int, ...], dict[int, str], str]:
+    def call(self, operation: str) -> tuple[tuple[int, ...], dict[int, str], str]:
         """Post ``here`` and wait for the others.
 
         Returns:
@@ -70,12 +70,12 @@ class RollCall:
         missing: set[int] = set()
         known: dict[int, str] = {}
         try:
-            self._store.set(f"here/{where}/{self.rank}", "1")
+            self._store.set(f"here/{operation}/{self.rank}", "1")
             number = self._store.add("calls", 1)
             end = time.monotonic() + self.window_seconds
             others = set(range(self.world_size)) - {self.rank}
             while True:
-                missing = {r for r in others if not self._store.check([f"here/{where}/{r}"])}
+                missing = {r for r in others if not self._store.check([f"here/{operation}/{r}"])}
                 known = self._known(missing, number)
                 gone = all(known.get(r, "").startswith(_LEFT) for r in missing)
                 if gone or time.monotonic() > end:
@@ -101,7 +101,7 @@ class RollCall:
 
 
 def what_is_known(absent: Sequence[int], known: Mapping[int, str], store_error: str) -> str:
-    """The result of a roll-call in words."""
+    """The result of a liveness check in words."""
     said = [f"rank {r} {text}" for r, text in known.items()]
     said += [f"rank {r} gave no sign of life" for r in absent if r not in known]
     if store_error:
@@ -110,7 +110,7 @@ def what_is_known(absent: Sequence[int], known: Mapping[int, str], store_error: 
             "is global rank 0 unless the launcher hosts it"
         )
     elif not absent:
-        said.append("every rank answered the roll-call late; one of them was slow")
+        said.append("every rank answered the liveness check late; one of them was slow")
     return "; ".join(said)
 
 
@@ -118,7 +118,7 @@ class Watchdog:
     """Watches one rank.
 
     Args:
-        rolls: The roll-call through the store.
+        rolls: The liveness check through the store.
         hang_seconds: How long the training thread may stay where it may hang.
         poll_seconds: Time between two looks.
         report: Takes the record of a hang.
@@ -127,14 +127,14 @@ class Watchdog:
 
     def __init__(
         self,
-        rolls: RollCall,
+        liveness: LivenessCheck,
         *,
         hang_seconds: float,
         poll_seconds: float,
         report: Callable[[Hang], None],
         leave: bool,
     ) -> None:
-        self._rolls, self._report, self._leave = rolls, report, leave
+        self._rolls, self._report, self._leave = liveness, report, leave
         self._hang_seconds, self._poll_seconds = hang_seconds, poll_seconds
         self._since: float | None = None
         self._step = 0
@@ -144,7 +144,7 @@ class Watchdog:
         # Apart, because a store that does not answer must not keep a hang from being seen.
         self._threads = [
             threading.Thread(target=self._watch, name="sdcwatch-watchdog", daemon=True),
-            threading.Thread(target=self._answer, name="sdcwatch-roll-call", daemon=True),
+            threading.Thread(target=self._answer, name="sdcwatch-liveness check", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -178,7 +178,8 @@ class Watchdog:
     def explain(self, error: BaseException) -> RankGone | None:
         """Who is missing, if a collective of DDP broke; called from the training thread.
 
-        DDP says which socket broke, and not which rank has gone. Takes the window of a roll-call.
+        DDP says which socket broke, and not which rank has gone. Takes the window of a liveness
+        check.
 
         Args:
             error: What ended the step.
@@ -190,13 +191,13 @@ class Watchdog:
             return None
         since, step = self._since or time.monotonic(), self._step
         if self._found is None or self._found[0].step != step:
-            self._found = self._roll_call(step, since)
+            self._found = self._check_liveness(step, since)
             if self._found[0].left or self._found[0].absent:
                 self._report(self._found[0])
         hang, said = self._found
         if not hang.left and not hang.absent:
             return None
-        return RankGone(hang.absent, said, hang.where)
+        return RankGone(hang.absent, said, hang.operation)
 
     def _hang(self, step: int, since: float) -> None:
         if self._reported == step:
@@ -207,7 +208,7 @@ class Watchdog:
         patience.daemon = True
         if self._leave:
             patience.start()
-        found = self._roll_call(step, since)
+        found = self._check_liveness(step, since)
         patience.cancel()
         if self._since != since:  # it went on meanwhile: slow, not hung
             return
@@ -225,7 +226,7 @@ class Watchdog:
             if self._leave:
                 os._exit(EXIT_HANG)
 
-    def _roll_call(self, step: int, since: float) -> tuple[Hang, str]:
+    def _check_liveness(self, step: int, since: float) -> tuple[Hang, str]:
         absent, known, problem = self._rolls.call(_where(step))
         left = {str(rank): text for rank, text in known.items()}
         if problem:
@@ -240,7 +241,7 @@ class Watchdog:
             step=step,
             time=time.time(),
             reporter=self._rolls.rank,
-            where=_where(step),
+            operation=_where(step),
             absent=absent,
             left=left,
             waited_seconds=round(time.monotonic() - since, 1),

@@ -64,7 +64,7 @@ ALERT_OF_OUTCOME: Mapping[Outcome, str] = {
     Outcome.NOT_REPRODUCED: "SdcwatchOneOffMismatch",
     Outcome.NONDETERMINISTIC: "SdcwatchNondeterministicModel",
     Outcome.NOT_REDUCED: "SdcwatchSoftwareDivergence",
-    Outcome.SCALE_DIFFERS: "SdcwatchSoftwareDivergence",
+    Outcome.DIFFERS: "SdcwatchUnattributedMismatch",
     Outcome.VOID: "SdcwatchFingerprintDisagreement",
     Outcome.NOT_RUN: "SdcwatchCheckNotRun",
 }
@@ -74,6 +74,8 @@ SILENT_CAUSES: Mapping[Cause, str] = {
     Cause.NONE: "nothing non-finite was seen",
     Cause.SCALING: "the loss scaler's normal business under fp16; never an alarm",
     Cause.DEVICE: f"{SUSPECT}: the verdict names the rank",
+    Cause.OUTSIDE: "SdcwatchUnattributedMismatch: made outside of the module",
+    Cause.SOFTWARE: "SdcwatchSoftwareDivergence, or SdcwatchUnattributedMismatch for check 3",
     Cause.REDUCTION: "SdcwatchUnattributedMismatch, or a suspect if one rank alone saw it",
     Cause.WEIGHTS: "SdcwatchUnattributedMismatch: widespread",
     Cause.UNKNOWN: "SdcwatchUnattributedMismatch: no replay was possible",
@@ -121,15 +123,16 @@ def evidence_template(scope: Scope, hold: str) -> str:
 
     def asked(result: str, check: str = "") -> str:
         return (
-            f"max by (check) (last_over_time({chosen}run=%q,rank=%q,gpu=%q,"
+            f"max by (check) (last_over_time({chosen}run=%q,suspect_rank=%q,suspect_gpu=%q,"
             f'{check}result="{result}"}}[{hold}]))'
         )
 
-    labels = "$labels.run $labels.rank $labels.gpu"
+    labels = "$labels.run $labels.suspect_rank $labels.suspect_gpu"
     return (
-        f"{{{{ range printf `{asked('bad')}` {labels} | query }}}}"
+        f"{{{{ range printf `{asked('mismatches')}` {labels} | query }}}}"
         "{{ .Labels.check }} check: wrong in {{ .Value }} of "
-        f"{{{{ range printf `{asked('total', 'check=%q,')}` {labels} .Labels.check | query }}}}"
+        f"{{{{ range printf `{asked('comparisons', 'check=%q,')}` {labels} .Labels.check"
+        " | query }}"
         "{{ .Value }}{{ end }}. {{ end }}"
     )
 
@@ -144,14 +147,15 @@ def _findings(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             severity="critical",
             summary="A GPU returned wrong numbers: a rank is suspect.",
             description=(
-                "Run {{ $labels.run }}: rank {{ $labels.rank }} on node {{ $labels.node }}, "
-                "GPU {{ $labels.gpu }}, is suspect. "
+                "Run {{ $labels.run }}: rank {{ $labels.suspect_rank }} "
+                "on node {{ $labels.suspect_node }}, "
+                "GPU {{ $labels.suspect_gpu }}, is suspect. "
                 + evidence_template(scope, limits.hold)
                 + "Take it out of the job and keep it for diagnosis. "
                 "Fires until somebody dismisses or closes the incident."
             ),
             dashboard="suspect",
-            variables=("run", "rank", "gpu"),
+            variables=("run", "suspect_rank", "suspect_gpu"),
         ),
         Alert(
             name="SdcwatchUnattributedMismatch",
@@ -180,12 +184,13 @@ def _findings(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             severity="warning",
             summary="A rank was wrong once and right when asked again.",
             description=(
-                "Run {{ $labels.run }}: rank {{ $labels.rank }} on node {{ $labels.node }}, "
-                "GPU {{ $labels.gpu }}, has {{ $value }} strike(s). "
+                "Run {{ $labels.run }}: rank {{ $labels.suspect_rank }} "
+                "on node {{ $labels.suspect_node }}, "
+                "GPU {{ $labels.suspect_gpu }}, has {{ $value }} strike(s). "
                 "One is a note for its history, several are a pattern."
             ),
             dashboard="suspect",
-            variables=("run", "rank", "gpu"),
+            variables=("run", "suspect_rank", "suspect_gpu"),
         ),
         Alert(
             name="SdcwatchNonFiniteReproducible",
@@ -223,11 +228,12 @@ def _findings(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             severity="critical",
             summary="The same GPU is suspect again, in another run.",
             description=(
-                "GPU {{ $labels.gpu }} on node {{ $labels.node }} was suspect in {{ $value }} "
+                "GPU {{ $labels.suspect_gpu }} on node {{ $labels.suspect_node }} "
+                "was suspect in {{ $value }} "
                 f"runs within {limits.offender_window}. Replace it."
             ),
             dashboard="suspect",
-            variables=("gpu",),
+            variables=("suspect_gpu",),
         ),
     )
 
@@ -327,7 +333,7 @@ def _blindness(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             summary="A guarded run lives and makes no step.",
             description=(
                 "Run {{ $labels.run }}: no completed step for {{ $value | humanizeDuration }}. "
-                "The roll-call in its event log names absent ranks."
+                "The liveness check in its event log names absent ranks."
             ),
             wait_for="1m",
         ),
@@ -386,7 +392,9 @@ def dashboard_url(alert: Alert, config: MonitorConfig) -> str:
         return ""
     url = f"{config.grafana_url.rstrip('/')}/d/{config.uid_prefix}-{alert.dashboard}"
     names = (*config.scope_labels, *alert.variables) if alert.variables else ()
-    query = "&".join(f"var-{name}={{{{ $labels.{name} | urlquery }}}}" for name in names)
+    query = "&".join(
+        f"var-{name.removeprefix('suspect_')}={{{{ $labels.{name} | urlquery }}}}" for name in names
+    )
     return f"{url}?{query}" if query else url
 
 
@@ -411,7 +419,8 @@ ACTIVE = (
     GuardState.TAINTED,
 )
 """States of a run that has not ended."""
-OPEN = (RankState.SUSPECT, RankState.CONFIRMED)
+OPEN = (RankState.SUSPECT,)
+WHO = ("suspect_rank", "suspect_node", "suspect_gpu")
 """States of a rank somebody must act on."""
 UNNAMED = (
     Outcome.UNATTRIBUTED,
@@ -433,11 +442,11 @@ def _active(scope: Scope) -> str:
 
 
 def open_suspects(scope: Scope, window: Window, *labels: str) -> str:
-    """1 for each rank that is suspect or confirmed and was not dismissed."""
-    who = ("rank", "gpu")
+    """1 for each rank that is suspect or confirmed and was not closed."""
+    who = ("suspect_rank", "suspect_gpu")
     held = fact(last(select(RANK_STATE, scope, state=OPEN), window), scope, *labels)
-    dismissed = select(RANK_STATE, scope, state=RankState.DISMISSED)
-    closed = fact(last(dismissed, window), scope, *who)
+    closed = select(RANK_STATE, scope, state=RankState.CLOSED)
+    closed = fact(last(closed, window), scope, *who)
     return f"{held} == 1 unless on ({scope.labels(*who)}) {closed} == 1"
 
 
@@ -447,7 +456,7 @@ def suspect_rank(scope: Scope, limits: Thresholds) -> str:
     The window takes the place of `keep_firing_for`: that one would go on after a dismissal, and
     forgets when Prometheus restarts.
     """
-    return open_suspects(scope, Window.of(limits.hold), "rank", "node", "gpu")
+    return open_suspects(scope, Window.of(limits.hold), *WHO)
 
 
 def unattributed(scope: Scope, limits: Thresholds) -> str:
@@ -463,7 +472,7 @@ def verdict(scope: Scope, limits: Thresholds, *outcomes: Outcome) -> str:
 
 def software(scope: Scope, limits: Thresholds) -> str:
     """Replicas differ because of the training loop."""
-    return verdict(scope, limits, Outcome.NOT_REDUCED, Outcome.SCALE_DIFFERS)
+    return verdict(scope, limits, Outcome.NOT_REDUCED)
 
 
 def tainted(scope: Scope, limits: Thresholds) -> str:
@@ -485,7 +494,13 @@ def tainted(scope: Scope, limits: Thresholds) -> str:
 
 def one_off(scope: Scope, limits: Thresholds) -> str:
     """Ranks with strikes, while a verdict that gave one is recent."""
-    strikes = fact(last(select(RANK_STRIKES, scope), _events(limits)), scope, "rank", "node", "gpu")
+    strikes = fact(
+        last(select(RANK_STRIKES, scope), _events(limits)),
+        scope,
+        "suspect_rank",
+        "suspect_node",
+        "suspect_gpu",
+    )
     chosen = select(VERDICTS, scope, outcome=Outcome.NOT_REPRODUCED)
     return f"{strikes} > 0 and on ({scope.labels()}) {recent(chosen, scope, _events(limits))}"
 
@@ -497,16 +512,16 @@ def nonfinite_data(scope: Scope, limits: Thresholds) -> str:
 
 def repeat_offender(scope: Scope, limits: Thresholds) -> str:
     """GPUs that were suspect in several runs, while one of these incidents is open."""
-    by = ", ".join((*scope.by[:-1], "node", "gpu"))
+    by = ", ".join((*scope.by[:-1], "suspect_node", "suspect_gpu"))
     past = Window.of(limits.offender_window)
     ever = f"max_over_time({select(RANK_STATE, scope, state=OPEN)}[{past.text}])"
-    dismissed = last(select(RANK_STATE, scope, state=RankState.DISMISSED), past)
+    closed = last(select(RANK_STATE, scope, state=RankState.CLOSED), past)
     named = (
-        f"{fact(ever, scope, 'node', 'gpu')} == 1 "
-        f"unless on ({scope.labels('gpu')}) {fact(dismissed, scope, 'gpu')} == 1"
+        f"{fact(ever, scope, 'suspect_node', 'suspect_gpu')} == 1 "
+        f"unless on ({scope.labels('suspect_gpu')}) {fact(closed, scope, 'suspect_gpu')} == 1"
     )
     runs = f"count by ({by}) ({named})"
-    now = open_suspects(scope, Window.of(limits.hold), "rank", "node", "gpu")
+    now = open_suspects(scope, Window.of(limits.hold), *WHO)
     return f"{runs} >= {limits.offender_runs} and on ({by}) ({now})"
 
 
@@ -559,7 +574,7 @@ def silent(scope: Scope, limits: Thresholds) -> str:
 
 def blind(scope: Scope) -> str:
     """Coverage of the replay audit is off or loss only, in a live run."""
-    seen = select(COVERAGE, scope, coverage=(Coverage.OFF, Coverage.LOSS_ONLY))
+    seen = select(COVERAGE, scope, coverage=(Coverage.OFF, Coverage.OUTPUTS_ONLY))
     return f"{fact(seen, scope, 'coverage')} == 1 and on ({scope.labels()}) {_active(scope)}"
 
 

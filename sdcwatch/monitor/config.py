@@ -14,19 +14,13 @@ from typing import Any
 
 import yaml
 
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.errors import ConfigurationError, expect
 
 SEVERITIES = ("critical", "warning", "info")
 _DURATION = re.compile(r"(?:\d+d)?(?:\d+h)?(?:\d+m)?(?:\d+s)?")
 _UNIT_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _UID = re.compile(r"[a-zA-Z0-9_-]{1,28}")
-
-
-def _expect(condition: bool, expected: str, got: object, do: str) -> None:
-    if not condition:
-        msg = f"Expected {expected}, but got {got!r}. {do}"
-        raise ConfigurationError(msg)
 
 
 def duration_seconds(text: str) -> int:
@@ -41,7 +35,7 @@ def duration_seconds(text: str) -> int:
         if valid
         else 0
     )
-    _expect(seconds > 0, "a duration such as 15m or 1h30m", text, "Write days, hours, minutes, s.")
+    expect(seconds > 0, "a duration such as 15m or 1h30m", text, "Write days, hours, minutes, s.")
     return seconds
 
 
@@ -89,7 +83,7 @@ class Thresholds:
                 duration_seconds(value)
             else:
                 number = isinstance(value, int | float) and not isinstance(value, bool)
-                _expect(number and value > 0, f"`{f.name}` > 0", value, "Pass a positive number.")
+                expect(number and value > 0, f"`{f.name}` > 0", value, "Pass a positive number.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +120,15 @@ class MonitorConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _expect(bool(self.datasource), "`datasource` to be a UID", self.datasource, "Pass its UID.")
-        _expect(
+        expect(bool(self.datasource), "`datasource` to be a UID", self.datasource, "Pass its UID.")
+        expect(
             _UID.fullmatch(self.uid_prefix) is not None,
             "`uid_prefix` of at most 28 characters of a-z, A-Z, 0-9, _ and -",
             self.uid_prefix,
             "Grafana allows 40 for the whole UID.",
         )
         for label in (*self.scope_labels, *self.rule_matchers):
-            _expect(
+            expect(
                 _LABEL.fullmatch(label) is not None and label != "run",
                 "a Prometheus label name other than `run`",
                 label,
@@ -142,7 +136,7 @@ class MonitorConfig:
             )
         for name in ("grafana_url", "runbook_url"):
             url = getattr(self, name)
-            _expect(
+            expect(
                 url == "" or re.match(r"https?://", url) is not None,
                 f"`{name}` to start with http:// or https://",
                 url,
@@ -150,7 +144,7 @@ class MonitorConfig:
             )
         duration_seconds(self.refresh)
         for alert, severity in self.severities.items():
-            _expect(
+            expect(
                 severity in SEVERITIES,
                 f"the severity of {alert} to be one of {SEVERITIES}",
                 severity,
@@ -161,21 +155,17 @@ class MonitorConfig:
 def _typed(name: str, value: Any) -> Any:
     if name == "thresholds":
         known = {f.name for f in fields(Thresholds)}
-        _expect(
-            isinstance(value, Mapping), "`thresholds` to be a mapping", value, "Use key: value."
-        )
+        expect(isinstance(value, Mapping), "`thresholds` to be a mapping", value, "Use key: value.")
         unknown = sorted(set(value) - known)
-        _expect(not unknown, f"thresholds among {sorted(known)}", unknown, "Check the spelling.")
+        expect(not unknown, f"thresholds among {sorted(known)}", unknown, "Check the spelling.")
         return Thresholds(**value)
     if name == "scope_labels":
-        _expect(
-            isinstance(value, list | tuple), "`scope_labels` to be a list", value, "Use [a, b]."
-        )
+        expect(isinstance(value, list | tuple), "`scope_labels` to be a list", value, "Use [a, b].")
         return tuple(value)
     if name in ("rule_matchers", "severities", "prometheusrule_labels"):
-        _expect(isinstance(value, Mapping), f"`{name}` to be a mapping", value, "Use key: value.")
+        expect(isinstance(value, Mapping), f"`{name}` to be a mapping", value, "Use key: value.")
         return {str(k): str(v) for k, v in value.items()}
-    _expect(isinstance(value, str), f"`{name}` to be text", value, "Quote it.")
+    expect(isinstance(value, str), f"`{name}` to be text", value, "Quote it.")
     return value
 
 
@@ -196,10 +186,10 @@ def load_config(path: Path | None, **overrides: Any) -> MonitorConfig:
         except (OSError, yaml.YAMLError) as error:
             msg = f"Expected {path} to be a readable YAML file, but got: {error}. Correct it."
             raise ConfigurationError(msg) from error
-        _expect(isinstance(data, dict), f"{path} to hold a mapping", data, "Use field: value.")
+        expect(isinstance(data, dict), f"{path} to hold a mapping", data, "Use field: value.")
     known = {f.name for f in fields(MonitorConfig)}
     unknown = sorted(set(data) - known)
-    _expect(not unknown, f"fields among {sorted(known)}", unknown, "Check the spelling.")
+    expect(not unknown, f"fields among {sorted(known)}", unknown, "Check the spelling.")
     config = MonitorConfig(**{name: _typed(name, value) for name, value in data.items()})
     given = {k: v for k, v in overrides.items() if v is not None}
     return replace(config, **given) if given else config

@@ -91,8 +91,9 @@ class Scope:
         matchers: Matchers of every selector, e.g. ``run=~"$run"``.
         by: Labels that tell runs apart, `run` last.
         lookback: A series without a sample for this long before a window was born inside it.
-        who: Label and matcher for metrics about a device, e.g. ``("gpu", 'gpu=~"$gpu"')``; metrics
-            without the label are about the run and ignore it.
+        who: Label and matcher for metrics about a device, e.g.
+            ``("suspect_gpu", 'suspect_gpu=~"$gpu"')``; metrics without the label are about the run
+            and ignore it.
     """
 
     matchers: tuple[str, ...]

@@ -30,7 +30,7 @@ from sdcwatch.monitor.promql import (
 )
 from sdcwatch.monitor.theme import GUARD_CODES, RANK_CODES, VerdictCode
 
-WHO = ("rank", "node", "gpu")
+WHO = ("suspect_rank", "suspect_node", "suspect_gpu")
 FINDINGS = tuple(o for o in Outcome if o is not Outcome.PASS)
 
 
@@ -61,7 +61,7 @@ def word(metric: Metric, label: str, scope: Scope) -> str:
 
 def verdict_code(scope: Scope) -> str:
     """Each run in one number, worst first; never clean while nothing was checked."""
-    suspects = fact(f"({open_suspects(scope, RANGE, 'rank', 'gpu')})", scope)
+    suspects = fact(f"({open_suspects(scope, RANGE, 'suspect_rank', 'suspect_gpu')})", scope)
     tainted = newest(select(GUARD_STATE, scope, state=GuardState.TAINTED), scope)
     failed = total(
         select(VERDICTS, scope, check="fingerprint", outcome=FINDINGS), scope, RANGE, "outcome"
@@ -69,7 +69,7 @@ def verdict_code(scope: Scope) -> str:
     unnamed = total(select(VERDICTS, scope, outcome=UNNAMED), scope, RANGE, "outcome")
     coverage = {
         c: f"{fact(newest(select(COVERAGE, scope, coverage=c), scope), scope)} == 1"
-        for c in (Coverage.OFF, Coverage.LOSS_ONLY)
+        for c in (Coverage.OFF, Coverage.OUTPUTS_ONLY)
     }
     unaudited = f"{current(LAST_CLEAN_AUDIT_STEP, scope)} == 0"
     everything = current(LAST_CLEAN_AUDIT_STEP, scope)
@@ -80,7 +80,7 @@ def verdict_code(scope: Scope) -> str:
         constant(f"{summed(unnamed, scope)} > 0", VerdictCode.NO_NAME),
         constant(coverage[Coverage.OFF], VerdictCode.NOT_CHECKED),
         constant(unaudited, VerdictCode.NOT_CHECKED),
-        constant(coverage[Coverage.LOSS_ONLY], VerdictCode.LOSS_ONLY),
+        constant(coverage[Coverage.OUTPUTS_ONLY], VerdictCode.OUTPUTS_ONLY),
         constant(everything, VerdictCode.CLEAN),
     )
 
@@ -113,12 +113,12 @@ def rank_code(scope: Scope, *labels: str, held: bool = False) -> str:
         selector = select(RANK_STATE, scope, state=chosen)
         return f"{fact(last(selector) if held else selector, scope, *labels)} == 1"
 
-    order = (RankState.DISMISSED, RankState.CONFIRMED, RankState.SUSPECT)
+    order = (RankState.CLOSED, RankState.SUSPECT)
     return first_of(*(constant(state(s), RANK_CODES[s]) for s in order))
 
 
 def evidence(scope: Scope, result: str, *labels: str) -> str:
-    """Comparisons of suspects: ``bad`` or ``total``, per check."""
+    """Comparisons of suspects: ``mismatches`` or ``comparisons``, per check."""
     selector = select(RANK_EVIDENCE, scope, result=result)
     return fact(last(selector), scope, *labels, "check")
 
@@ -132,7 +132,7 @@ def beside_evidence(scope: Scope, expression: str, on: str, *labels: str) -> str
         on: Labels of the expression.
         *labels: Labels of the rows, besides `check`.
     """
-    return f"{evidence(scope, 'bad', *labels)} * 0 + on ({on}) group_left () ({expression})"
+    return f"{evidence(scope, 'mismatches', *labels)} * 0 + on ({on}) group_left () ({expression})"
 
 
 def highest(metric: Metric, scope: Scope, *labels: str) -> str:

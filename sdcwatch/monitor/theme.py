@@ -39,7 +39,7 @@ class VerdictCode(int, Enum):
     """A run in one number, worst last; the dashboards show the word."""
 
     CLEAN = 1
-    LOSS_ONLY = 2
+    OUTPUTS_ONLY = 2
     NOT_CHECKED = 3
     NO_NAME = 4
     TAINTED = 5
@@ -48,7 +48,7 @@ class VerdictCode(int, Enum):
 
 VERDICT_LOOKS: Mapping[VerdictCode, Look] = {
     VerdictCode.CLEAN: Look("✔ CLEAN", GREEN),
-    VerdictCode.LOSS_ONLY: Look("◐ LOSS ONLY CHECKED", YELLOW),
+    VerdictCode.OUTPUTS_ONLY: Look("◐ PARTLY CHECKED", YELLOW),
     VerdictCode.NOT_CHECKED: Look("? NOT CHECKED", ORANGE),
     VerdictCode.NO_NAME: Look("▲ WRONG, NO NAME", PURPLE),
     VerdictCode.TAINTED: Look("✖ TAINTED", VERMILLION),
@@ -67,13 +67,12 @@ GUARD_LOOKS: Mapping[GuardState, Look] = {
 
 RANK_LOOKS: Mapping[RankState, Look] = {
     RankState.SUSPECT: Look("✖ suspect", VERMILLION),
-    RankState.CONFIRMED: Look("■ confirmed", PURPLE),
-    RankState.DISMISSED: Look("○ dismissed", GREY),
+    RankState.CLOSED: Look("○ closed", GREY),
 }
 
 COVERAGE_LOOKS: Mapping[Coverage, Look] = {
     Coverage.FULL: Look("✔ full", GREEN),
-    Coverage.LOSS_ONLY: Look("◐ loss only", ORANGE),
+    Coverage.OUTPUTS_ONLY: Look("◐ outputs only", ORANGE),
     Coverage.OFF: Look("? off", ORANGE),
 }
 
@@ -92,7 +91,7 @@ OUTCOME_COLORS: Mapping[Outcome, str] = {
     Outcome.NOT_REPRODUCED: ORANGE,
     Outcome.NONDETERMINISTIC: YELLOW,
     Outcome.NOT_REDUCED: BLUE,
-    Outcome.SCALE_DIFFERS: BLUE,
+    Outcome.DIFFERS: PURPLE,
     Outcome.VOID: GREY,
     Outcome.NOT_RUN: GREY,
 }

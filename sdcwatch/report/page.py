@@ -131,7 +131,7 @@ def _costs(records: Sequence[Record]) -> list[Cost]:
     for record in records:
         if isinstance(record, Progress):
             for entry in record.durations:
-                found[entry.check.value, entry.phase.value].extend(entry.seconds)
+                found[entry.check.value, entry.phase.value].extend(entry.samples())
     return [
         Cost(check, phase, len(seconds), statistics.median(seconds), sum(seconds))
         for (check, phase), seconds in found.items()

@@ -63,7 +63,7 @@ MARKS: dict[Outcome, Mark] = {
     Outcome.WIDESPREAD: Mark("widespread", "?", PURPLE, "hexagon"),
     Outcome.TRANSPORT: Mark("transport", "△", ORANGE, "triangle-down"),
     Outcome.NOT_REDUCED: Mark("not reduced", "!", PURPLE, "star"),
-    Outcome.SCALE_DIFFERS: Mark("scale differs", "!", PURPLE, "star-open"),
+    Outcome.DIFFERS: Mark("differs", "≠", PURPLE, "star-open"),
     Outcome.VOID: Mark("void", "–", GREY, "line-ew"),
     Outcome.NOT_RUN: Mark("not run", "–", GREY, "line-ns"),
 }
@@ -132,14 +132,15 @@ def _checkpoint(summary: RunSummary) -> str:
 def evidence(suspect: Suspect) -> str:
     """What supports naming this rank, in a sentence or two."""
     if suspect.check is Check.REPLAY:
-        said = f"Wrong in {suspect.bad} of {count(suspect.total, 'comparison')}"
+        said = f"Wrong in {suspect.mismatches} of {count(suspect.comparisons, 'comparison')}"
         if suspect.partners:
             said += f" with {list_ranks(suspect.partners)}"
         if suspect.arbiters:
             said += f", settled by {list_ranks(suspect.arbiters)}"
         return said + "." + _again(suspect)
     if suspect.check is Check.FINGERPRINT:
-        return f"{count(suspect.bad, 'tensor')} of {suspect.total} differ from the majority."
+        dissent = count(suspect.mismatches, "tensor")
+        return f"{dissent} of {suspect.comparisons} differ from the majority."
     return "Non-finite there, and finite when another node computed it."
 
 

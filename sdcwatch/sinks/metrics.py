@@ -39,7 +39,7 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.core.summary import Fold
+from sdcwatch.core.summary import SummaryBuilder
 from sdcwatch.sinks.base import without_user_info
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _Came: TypeAlias = tuple[Check, Outcome]
 
-NONFINITE_SETS = tuple(product((Origin.LOCAL, Origin.REDUCED, Origin.LOSS), list(Cause)[1:]))
+NONFINITE_SETS = tuple(product((Origin.LOCAL, Origin.REDUCED, Origin.OUTPUT), list(Cause)[1:]))
 """Where a non-finite value is seen and why, as far as both are known."""
 
 CHECKPOINT_SETS = (
@@ -87,7 +87,7 @@ def _m(metric: str, value: float, **attributes: object) -> Measurement:
     return Measurement(f"sdcwatch.{metric}", value, words)
 
 
-class Measurer:
+class RecordMetrics:
     """Measures the records of one run, in order.
 
     Args:
@@ -97,7 +97,7 @@ class Measurer:
     def __init__(self, links: Mapping[str, str] | None = None) -> None:
         self._links = dict(links or {})
         self._ranks: tuple[RankInfo, ...] = ()
-        self._fold = Fold()
+        self._fold = SummaryBuilder()
         self._strikes: Counter[int] = Counter()
         self._counted: Counter[_Came] = Counter()
         self._recorded: Counter[_Came] = Counter()
@@ -157,7 +157,7 @@ class Measurer:
         yield _m("checkpoints", 1, result=record.result, reason=record.reason)
         summary = self._fold.summary()
         yield _m("last_good_checkpoint.time", summary.last_good_checkpoint_time)
-        yield _m("last_good_checkpoint.step", summary.last_good_checkpoint_step)
+        yield _m("last_good_checkpoint.step", summary.last_good_checkpoint_step or 0)
 
     @_measure.register(Progress)
     def _(self, record: Progress) -> Iterable[Measurement]:
@@ -166,7 +166,7 @@ class Measurer:
             self._counted[came] += count.count
             yield from self._verdicts(came)
         yield _m("audit.comparisons", record.comparisons)
-        yield _m("audit.mismatches", record.loss_mismatches, kind="loss")
+        yield _m("audit.mismatches", record.output_mismatches, kind="output")
         yield _m("audit.mismatches", record.gradient_mismatches, kind="gradient")
         yield _m("fingerprint.checks", record.weight_checks)
         yield _m("fingerprint.disagreements", record.disagreements)
@@ -177,7 +177,7 @@ class Measurer:
         for check, seconds in record.overhead_seconds.items():
             yield _m("overhead.time", seconds, check=Check(check))
         for window in record.durations:
-            for seconds in window.seconds:
+            for seconds in window.samples():
                 yield _m("check.duration", seconds, check=window.check, phase=window.phase)
         yield from _progress_gauges(record)
 
@@ -210,7 +210,10 @@ class Measurer:
         suspect = next(s for rank, check, s in known if (rank, check) == (named.rank, named.check))
         who = _who_of(suspect.rank, suspect.node, suspect.gpu, suspect.instance_id)
         yield _m("rank.state", 1, **who, state=RankState.SUSPECT)
-        for result, value in (("bad", suspect.bad), ("total", suspect.total)):
+        for result, value in (
+            ("mismatches", suspect.mismatches),
+            ("comparisons", suspect.comparisons),
+        ):
             yield _m("rank.evidence", value, **who, check=suspect.check, result=result)
 
     def _strike(self, record: Verdict) -> Iterable[Measurement]:
@@ -228,7 +231,12 @@ class Measurer:
 
 
 def _who_of(rank: int, node: str, gpu: str, instance: str) -> dict[str, object]:
-    return {"rank": rank, "node": node, "gpu": gpu, "instance_id": instance}
+    return {
+        "suspect_rank": rank,
+        "suspect_node": node,
+        "suspect_gpu": gpu,
+        "suspect_instance_id": instance,
+    }
 
 
 def _one_hot(
@@ -262,7 +270,7 @@ def _seeds() -> Iterable[Measurement]:
         yield _m("checkpoints", 0, result=result, reason=why)
     for skip in SkipReason:
         yield _m("updates.skipped", 0, reason=skip)
-    for kind in ("loss", "gradient"):
+    for kind in ("output", "gradient"):
         yield _m("audit.mismatches", 0, kind=kind)
     for metric, kind in product(("steps", "step.time"), ("plain", "audit")):
         yield _m(metric, 0, kind=kind)

@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry
 from sdcwatch.core.catalog import CATALOG, Metric
 from sdcwatch.sinks.base import SinkCounts
 from sdcwatch.sinks.endpoint import MetricsEndpoint
-from sdcwatch.sinks.metrics import Measurement, Measurer
+from sdcwatch.sinks.metrics import Measurement, RecordMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +123,7 @@ class OtelSink:
         self.links: dict[str, str] = {}
         self.lingers = False
         self._identity = identity
-        self._measurer = Measurer(links)
+        self._measurer = RecordMetrics(links)
         self._apply = {metric.name: _instrument(meter, metric) for metric in CATALOG}
         self._parts: _Parts | None = None
         self._linger_seconds = 0.0

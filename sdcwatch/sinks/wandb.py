@@ -22,9 +22,9 @@ except ImportError as error:
     raise ImportError(msg) from error
 
 from sdcwatch.core.records import Outcome, Progress, Record, RunFinished, Verdict
-from sdcwatch.core.summary import Fold
+from sdcwatch.core.summary import SummaryBuilder
 from sdcwatch.sinks.base import without_user_info
-from sdcwatch.sinks.metrics import Measurer
+from sdcwatch.sinks.metrics import RecordMetrics
 from sdcwatch.sinks.wandb_rows import (
     AXIS,
     COLUMNS,
@@ -73,9 +73,9 @@ class WandbSink:
         self._run: Any = None if self._make else run
         self._dashboard = without_user_info((links or {}).get("dashboard", ""))
         self._report = report
-        self._measurer = Measurer()
+        self._measurer = RecordMetrics()
         self._history = History()
-        self._fold = Fold()
+        self._fold = SummaryBuilder()
         self._told: dict[str, object] = {}
         self._table: Any = None
         self._rows_waiting = 0

@@ -47,7 +47,7 @@ COLUMNS = (
 
 _TOTALS: Mapping[tuple[str, str], str] = {
     ("sdcwatch.audit.comparisons", ""): "comparisons",
-    ("sdcwatch.audit.mismatches", "loss"): "loss_mismatches",
+    ("sdcwatch.audit.mismatches", "output"): "output_mismatches",
     ("sdcwatch.audit.mismatches", "gradient"): "gradient_mismatches",
     ("sdcwatch.fingerprint.checks", ""): "weight_checks",
     ("sdcwatch.fingerprint.disagreements", ""): "disagreements",
@@ -98,7 +98,7 @@ class History:
             if m.metric in _LEVELS:
                 self._totals[f"sdcwatch/{_LEVELS[m.metric]}"] = m.value
             elif m.metric == "sdcwatch.rank.state":
-                self._suspects.add(m.attributes["rank"])
+                self._suspects.add(m.attributes["suspect_rank"])
             elif m.metric == "sdcwatch.verdicts" and m.attributes["outcome"] != Outcome.PASS.value:
                 self._totals[f"sdcwatch/{_FINDINGS}"] += m.value
         self._totals[f"sdcwatch/{_SUSPECTS}"] = len(self._suspects)
@@ -123,7 +123,7 @@ def event_row(verdict: Verdict) -> list[Cell]:
         _words(s.node for s in who),
         _words(s.gpu for s in who),
         _words(s.instance_id for s in who),
-        "; ".join(f"rank {s.rank}: {s.bad} of {s.total}" for s in who),
+        "; ".join(f"rank {s.rank}: {s.mismatches} of {s.comparisons}" for s in who),
         verdict.origin.value,
         verdict.cause.value,
         _words(_tensors(verdict)),
@@ -167,7 +167,7 @@ def alert_text(verdict: Verdict, dashboard: str = "") -> str:
     lines = [verdict.reason]
     lines += [
         f"rank {s.rank} on {s.node}, GPU {s.gpu}, instance {s.instance_id}: "
-        f"wrong in {s.bad} of {s.total}"
+        f"wrong in {s.mismatches} of {s.comparisons}"
         for s in verdict.suspects
     ]
     if dashboard:
@@ -179,7 +179,7 @@ def summary_values(summary: RunSummary, dashboard: str = "") -> dict[str, Cell]:
     """The summary of the run: is it clean, which GPU is bad, what did it cost, what to keep."""
     suspects = {s.rank: s for s in summary.suspects}
     values: dict[str, Cell] = {
-        "verdict": summary.verdict,
+        "verdict": summary.verdict.value,
         "reason": summary.reason,
         "state": summary.state.value if summary.state else "",
         "mode": summary.mode,

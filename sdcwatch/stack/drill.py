@@ -37,9 +37,9 @@ def drill_alert(config: MonitorConfig, *, now: datetime, minutes: float) -> dict
             "severity": "critical",
             "drill": "true",
             "run": DRILL_RUN,
-            "rank": "0",
-            "node": "no-node",
-            "gpu": "no-gpu",
+            "suspect_rank": "0",
+            "suspect_node": "no-node",
+            "suspect_gpu": "no-gpu",
         },
         "annotations": {
             "summary": "DRILL: nobody's GPU is broken. This proves that a page would arrive.",

@@ -26,7 +26,7 @@ from typing import Any
 
 MAX_BODY_BYTES = 4 << 20
 KEPT_NOTIFICATIONS = 200
-WHO = ("run", "rank", "node", "gpu")
+WHO = ("run", "suspect_rank", "suspect_node", "suspect_gpu")
 SECONDS = len("2006-01-02T15:04:05")
 
 
@@ -41,7 +41,7 @@ def describe(notification: Mapping[str, Any]) -> Iterator[str]:
         labels, notes = alert.get("labels", {}), alert.get("annotations", {})
         words = [str(alert.get("status", "?")).upper(), labels.get("severity", "-")]
         words += [labels.get("alertname", "?")]
-        words += [f"{key}={labels[key]}" for key in WHO if labels.get(key)]
+        words += [f"{k.removeprefix('suspect_')}={labels[k]}" for k in WHO if labels.get(k)]
         if since := str(alert.get("startsAt", "")):
             words += [f"since {since[:SECONDS]}Z"]
         lines = [printable(" ".join(map(str, words)))]

@@ -135,7 +135,7 @@ def test_large_finite_gradients_whose_sum_overflows_are_finite():
     assert not result.gradient_nonfinite
 
 
-def test_a_module_without_gradients_gives_a_loss_only():
+def test_a_module_without_gradients_gives_a_outputs_only():
     module = nn.Linear(4, 4).requires_grad_(False)
 
     def loss_fn(model, x):

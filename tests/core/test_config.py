@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from sdcwatch.config import GuardConfig, TelemetryConfig, launcher_environment
+from sdcwatch.config import GuardConfig, GuardOptions, TelemetryConfig, launcher_environment
 from sdcwatch.errors import ConfigurationError
 
 FORM = r"(?s)^Expected .+, but got .+\. [A-Z].+\.$"
@@ -131,7 +131,7 @@ def test_a_variable_that_cannot_be_read_is_named(variable, text, monkeypatch):
 
 
 def test_an_option_that_does_not_exist_is_named():
-    with pytest.raises(ConfigurationError, match=r"audit_evry.*Perhaps you mean audit_every"):
+    with pytest.raises(ConfigurationError, match=r"audit_evry.*Did you mean 'audit_every'"):
         GuardConfig.from_env(audit_evry=3)
 
 
@@ -162,3 +162,10 @@ def test_variables_that_decide_about_kernels_are_read_if_they_are_set(monkeypatc
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("WANDB_API_KEY", "never read")
     assert launcher_environment().kernel_variables == found
+
+
+def test_every_option_can_be_completed_and_type_checked():
+    """`GuardOptions` is what an editor and a type checker see of ``**options``."""
+    declared, offered = GuardConfig.__annotations__, dict(GuardOptions.__annotations__)
+    del offered["sinks"]
+    assert {name: hint.__forward_arg__ for name, hint in offered.items()} == declared

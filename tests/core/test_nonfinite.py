@@ -45,7 +45,7 @@ def test_a_finite_step_passes(topology):
     assert plan_nonfinite_replays(seen(), where) == {}
 
 
-@pytest.mark.parametrize(("field", "origin"), [("local", Origin.LOCAL), ("loss", Origin.LOSS)])
+@pytest.mark.parametrize(("field", "origin"), [("local", Origin.LOCAL), ("loss", Origin.OUTPUT)])
 @pytest.mark.parametrize(
     ("replayed", "outcome", "cause", "named"),
     [

@@ -6,7 +6,7 @@ from sdcwatch.core.replay import (
     STRIKE_WINDOW,
     STRIKES_TO_DOUBT,
     AuditFacts,
-    Bad,
+    Mismatch,
     Settlement,
     error_value,
     judge_audit,
@@ -18,7 +18,7 @@ from sdcwatch.core.replay import (
 )
 from sdcwatch.core.topology import Pairing
 
-ONE = Bad(0, 2, "x", "ok")
+ONE = Mismatch(0, 2, "x", "ok")
 RING = Pairing((2, 3, 4, 5, 0, 1), mutual=False)
 ARBITRATION = {0: {4: "ok", 5: "ok"}}
 WRONG_AGAIN = {(0, 0): ("x",) * REPEATS, (4, 0): ("ok",) * REPEATS, (5, 0): ("ok",) * REPEATS}
@@ -26,7 +26,12 @@ RIGHT_AGAIN = {**WRONG_AGAIN, (0, 0): ("ok",) * REPEATS}
 
 
 def facts(**changes):
-    values = {"comparisons_total": 6, "bad": (ONE,), "arbitration": ARBITRATION, "pairing": RING}
+    values = {
+        "comparisons_total": 6,
+        "mismatches": (ONE,),
+        "arbitration": ARBITRATION,
+        "pairing": RING,
+    }
     return AuditFacts(**{**values, **changes})
 
 
@@ -41,7 +46,7 @@ def test_a_rank_that_is_wrong_again_is_named_with_its_evidence(topology):
     judgement = judge_audit(facts(repeats=WRONG_AGAIN), topology("3x2"))
     (named,) = judgement.named
     assert judgement.outcome is Outcome.SUSPECT
-    assert (named.rank, named.bad, named.total, named.reproduced) == (0, 1, 2, True)
+    assert (named.rank, named.mismatches, named.comparisons, named.reproduced) == (0, 1, 2, True)
     assert named.partners == (2, 4)
     assert named.arbiters == (4, 5)
     assert named.producers == (0,)
@@ -53,7 +58,7 @@ def test_a_rank_that_is_wrong_again_is_named_with_its_evidence(topology):
 
 
 def test_bad_in_both_comparisons_is_said(topology):
-    bad = (Bad(0, 2, "x", "ok"), Bad(4, 0, "ok 4", "y"))
+    mismatches = (Mismatch(0, 2, "x", "ok"), Mismatch(4, 0, "ok 4", "y"))
     arbitration = {0: {4: "ok", 5: "ok"}, 4: {2: "ok 4", 3: "ok 4"}}
     repeats = {
         **WRONG_AGAIN,
@@ -62,17 +67,17 @@ def test_bad_in_both_comparisons_is_said(topology):
         (3, 4): ("ok 4",) * REPEATS,
     }
     judgement = judge_audit(
-        facts(bad=bad, arbitration=arbitration, repeats=repeats), topology("3x2")
+        facts(mismatches=mismatches, arbitration=arbitration, repeats=repeats), topology("3x2")
     )
-    assert [(n.rank, n.bad) for n in judgement.named] == [(0, 2)]
+    assert [(n.rank, n.mismatches) for n in judgement.named] == [(0, 2)]
     assert "rank 0 is wrong in both of its comparisons" in judgement.reason
     assert "16 of 16 repeats" in judgement.reason
 
 
 def test_a_one_off_fault_in_a_replay_is_a_strike_of_the_replayer_alone(topology):
-    bad = (Bad(0, 2, "ok", "x"),)
+    mismatches = (Mismatch(0, 2, "ok", "x"),)
     repeats = {(2, 0): ("ok",) * REPEATS, (4, 0): ("ok",) * REPEATS, (5, 0): ("ok",) * REPEATS}
-    judgement = judge_audit(facts(bad=bad, repeats=repeats), topology("3x2"))
+    judgement = judge_audit(facts(mismatches=mismatches, repeats=repeats), topology("3x2"))
     assert judgement.outcome is Outcome.NOT_REPRODUCED
     assert judgement.named == ()
     assert [(n.rank, n.reproduced) for n in judgement.strikes] == [(2, False)]
@@ -150,7 +155,7 @@ def test_unequal_weights_make_the_audit_void_whatever_else_is_there(topology):
 
 
 def test_a_damaged_payload_names_no_device(topology):
-    judgement = judge_audit(facts(bad=(), transport=(3,)), topology("3x2"))
+    judgement = judge_audit(facts(mismatches=(), transport=(3,)), topology("3x2"))
     assert judgement.outcome is Outcome.TRANSPORT
     assert judgement.ranks == (3,)
     assert judge_audit(facts(transport=(0,)), topology("3x2")).outcome is Outcome.TRANSPORT
@@ -164,11 +169,11 @@ def test_a_damaged_payload_beside_a_mismatch_is_said_and_does_not_hide_it(topolo
 
 
 def test_a_replay_that_raised_blames_nobody(topology):
-    bad = (Bad(0, 2, "ok", error_value("OutOfMemoryError: CUDA out of memory")),)
+    mismatches = (Mismatch(0, 2, "ok", error_value("OutOfMemoryError: CUDA out of memory")),)
     where = topology("3x2")
-    assert plan_arbitration(bad, where) == {0: ()}
-    assert settle(bad, {0: {4: "ok", 5: "ok"}}) == Settlement()
-    judgement = judge_audit(facts(bad=bad, arbitration={}), where)
+    assert plan_arbitration(mismatches, where) == {0: ()}
+    assert settle(mismatches, {0: {4: "ok", 5: "ok"}}) == Settlement()
+    judgement = judge_audit(facts(mismatches=mismatches, arbitration={}), where)
     assert judgement.outcome is Outcome.NOT_RUN
     assert judgement.reason == (
         "the replay of rank 0 on rank 2 ended with: OutOfMemoryError: CUDA out of memory"
@@ -185,19 +190,19 @@ def test_an_arbiter_that_raised_has_no_vote():
 @pytest.mark.parametrize(
     ("world", "limit"), [(2, 4), (6, 4), (32, 4), (39, 4), (40, 5), (64, 8), (16384, 2048)]
 )
-def test_the_most_bad_comparisons_one_device_explains(world, limit):
+def test_the_most_mismatches_one_device_explains(world, limit):
     assert widespread_limit(world) == limit
 
 
-def test_too_many_bad_comparisons_name_nobody_and_ask_nobody(topology):
+def test_too_many_mismatches_name_nobody_and_ask_nobody(topology):
     where = topology("3x2")
-    bad = tuple(Bad(p, RING.replayer[p], f"x{p}", f"y{p}") for p in range(5))
-    assert set(plan_arbitration(bad, where).values()) == {()}
-    judgement = judge_audit(facts(bad=bad), where)
+    mismatches = tuple(Mismatch(p, RING.replayer[p], f"x{p}", f"y{p}") for p in range(5))
+    assert set(plan_arbitration(mismatches, where).values()) == {()}
+    judgement = judge_audit(facts(mismatches=mismatches), where)
     assert judgement.outcome is Outcome.WIDESPREAD
     assert judgement.named == ()
     assert judgement.ranks == (0, 1, 2, 3, 4, 5)
-    four = judge_audit(facts(bad=bad[:4], arbitration={}), where)
+    four = judge_audit(facts(mismatches=mismatches[:4], arbitration={}), where)
     assert four.outcome is Outcome.INCONCLUSIVE
 
 
@@ -218,16 +223,16 @@ def test_a_quorum_of_three_takes_three_equal_values():
 
 
 def test_both_producer_and_replayer_can_be_wrong():
-    settled = settle((Bad(0, 2, "x", "y"),), {0: {4: "ok", 5: "ok"}})
+    settled = settle((Mismatch(0, 2, "x", "y"),), {0: {4: "ok", 5: "ok"}})
     assert settled.wrong == {0: (0,), 2: (0,)}
     assert settled.agreeing == {0: (4, 5)}
     assert settled.right == {0: "ok"}
 
 
-def test_arbiters_are_on_other_domains_and_in_no_bad_comparison_first(topology):
+def test_arbiters_are_on_other_domains_and_in_no_mismatch_first(topology):
     where = topology("4x2")
     # ranks 0|1 on node 0, 2|3 on 1, 4|5 on 2, 6|7 on 3
-    plan = plan_arbitration((Bad(0, 2, "x", "y"), Bad(4, 1, "x", "y")), where)
+    plan = plan_arbitration((Mismatch(0, 2, "x", "y"), Mismatch(4, 1, "x", "y")), where)
     assert plan == {0: (5, 6), 4: (6, 3)}
 
 
@@ -237,14 +242,14 @@ def test_four_arbiters_for_a_quorum_of_three(topology):
 
 
 def test_where_too_few_ranks_are_elsewhere_a_fourth_vote_comes_from_the_two_domains(topology):
-    plan = plan_arbitration((Bad(0, 2, "x", "y"),), topology("2+2+1"))
+    plan = plan_arbitration((Mismatch(0, 2, "x", "y"),), topology("2+2+1"))
     assert plan[0][0] == 4
     assert set(plan[0][1:]) <= {1, 3}
     assert len(plan[0]) == 2
 
 
 def test_three_ranks_have_one_arbiter(topology):
-    assert plan_arbitration((Bad(0, 1, "x", "y"),), topology("3x1")) == {0: (2,)}
+    assert plan_arbitration((Mismatch(0, 1, "x", "y"),), topology("3x1")) == {0: (2,)}
 
 
 def test_two_domains_ask_no_arbiters(topology):
@@ -266,8 +271,8 @@ def test_repeats_are_asked_of_the_wrong_rank_and_two_that_agree():
 
 
 def test_a_rank_that_is_wrong_elsewhere_is_the_last_to_serve_as_control():
-    bad = (Bad(0, 2, "x", "ok"), Bad(4, 1, "y", "ok 4"))
-    settled = settle(bad, {0: {4: "ok", 5: "ok"}, 4: {3: "ok 4", 5: "ok 4"}})
+    mismatches = (Mismatch(0, 2, "x", "ok"), Mismatch(4, 1, "y", "ok 4"))
+    settled = settle(mismatches, {0: {4: "ok", 5: "ok"}, 4: {3: "ok 4", 5: "ok 4"}})
     controls = [(o.rank, o.producer) for o in plan_repeats(settled) if not o.suspect]
     assert controls == [(5, 0), (2, 0), (3, 4), (5, 4)]
 
@@ -277,11 +282,11 @@ def test_nothing_wrong_asks_for_no_repeats():
 
 
 def test_a_repeatable_rank_is_named_beside_one_that_is_only_struck(topology):
-    bad = (Bad(0, 2, "x", "ok"), Bad(1, 3, "ok 1", "z"))
+    mismatches = (Mismatch(0, 2, "x", "ok"), Mismatch(1, 3, "ok 1", "z"))
     arbitration = {0: {4: "ok", 5: "ok"}, 1: {4: "ok 1", 5: "ok 1"}}
     repeats = {**WRONG_AGAIN, **{(r, 1): ("ok 1",) * REPEATS for r in (3, 4, 5)}}
     judgement = judge_audit(
-        facts(bad=bad, arbitration=arbitration, repeats=repeats), topology("3x2")
+        facts(mismatches=mismatches, arbitration=arbitration, repeats=repeats), topology("3x2")
     )
     assert judgement.outcome is Outcome.SUSPECT
     assert [n.rank for n in judgement.named] == [0]

@@ -14,7 +14,7 @@ import pytest
 from sdcwatch.core.records import Outcome
 from sdcwatch.core.replay import (
     AuditFacts,
-    Bad,
+    Mismatch,
     judge_audit,
     plan_arbitration,
     plan_repeats,
@@ -43,21 +43,21 @@ def planned(topology, pairing, own_and_replays, quorum):
         (p, r, value(p, "P", p, faults, equal), value(r, "R", p, faults, equal))
         for p, r in enumerate(pairing.replayer)
     )
-    bad = [Bad(p, r, own, replayed) for p, r, own, replayed in pairs if own != replayed]
-    return bad, plan_arbitration(bad, topology, quorum=quorum)
+    mismatches = [Mismatch(p, r, own, replayed) for p, r, own, replayed in pairs if own != replayed]
+    return mismatches, plan_arbitration(mismatches, topology, quorum=quorum)
 
 
 def audit(topology, pairing, faults, *, equal, quorum=2):
     """The facts of one audit with these faults, and its judgement."""
     passes = tuple((rank, roles - {"A"}) for rank, roles in faults.items())
-    bad, plan = planned(topology, pairing, (equal, *passes), quorum)
+    mismatches, plan = planned(topology, pairing, (equal, *passes), quorum)
     arbitration = {
         p: {a: value(a, "A", p, faults, equal) for a in ranks} for p, ranks in plan.items()
     }
-    orders = plan_repeats(settle(bad, arbitration, quorum=quorum)) if bad else ()
+    orders = plan_repeats(settle(mismatches, arbitration, quorum=quorum)) if mismatches else ()
     facts = AuditFacts(
         comparisons_total=topology.world_size,
-        bad=bad,
+        mismatches=mismatches,
         arbitration=arbitration,
         repeats={
             (o.rank, o.producer): (value(o.rank, "A", o.producer, faults, equal),) * o.times
@@ -89,7 +89,7 @@ def test_every_visible_single_fault_is_named_if_it_repeats_and_a_strike_if_not(
             assert not judgement.settlement.inconclusive
             if "A" in roles:
                 assert judgement.outcome is Outcome.SUSPECT
-                assert judgement.named[0].bad == len(roles - {"A"})
+                assert judgement.named[0].mismatches == len(roles - {"A"})
             else:
                 assert judgement.outcome is Outcome.NOT_REPRODUCED
                 assert judgement.ranks == (rank,)
@@ -98,13 +98,16 @@ def test_every_visible_single_fault_is_named_if_it_repeats_and_a_strike_if_not(
 def signature(facts):
     """All that a judgement can depend on: who holds a value equal to whose."""
     found = []
-    for bad in facts.bad:
-        votes = {(bad.producer, "P"): bad.producer_value, (bad.replayer, "R"): bad.replayer_value}
-        votes |= {(a, "A"): v for a, v in facts.arbitration[bad.producer].items()}
-        votes |= {(r, i): v for (r, p), vs in facts.repeats.items() if p == bad.producer
+    for one in facts.mismatches:
+        votes = {
+            (one.producer, "P"): one.producer_value,
+            (one.replayer, "R"): one.replayer_value,
+        }
+        votes |= {(a, "A"): v for a, v in facts.arbitration[one.producer].items()}
+        votes |= {(r, i): v for (r, p), vs in facts.repeats.items() if p == one.producer
                   for i, v in enumerate(vs)}  # fmt: skip
         same = {v: frozenset(k for k, held in votes.items() if held == v) for v in votes.values()}
-        found.append((bad.producer, frozenset(same.values())))
+        found.append((one.producer, frozenset(same.values())))
     return frozenset(found)
 
 
@@ -125,7 +128,9 @@ def test_no_double_fault_gets_a_healthy_rank_accused(layout, equal, quorum, topo
                 facts, judgement = audit(where, pairing, faults, equal=equal, quorum=quorum)
                 assert accused(judgement) <= set(ranks), (pairing, faults)
                 assert set(judgement.settlement.wrong) <= set(ranks), (pairing, faults)
-                visible = {r for b in facts.bad for r in (b.producer, b.replayer)} & set(ranks)
+                visible = {r for b in facts.mismatches for r in (b.producer, b.replayer)} & set(
+                    ranks
+                )
                 got = accused(judgement) & visible
                 tally[_share(judgement, got, visible)] += 1
     total = sum(tally.values())

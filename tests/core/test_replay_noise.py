@@ -9,7 +9,7 @@ from sdcwatch.core.replay import (
     AGREEING_ASKED,
     REPEATS,
     AuditFacts,
-    Bad,
+    Mismatch,
     judge_audit,
     plan_arbitration,
     plan_repeats,
@@ -40,14 +40,14 @@ class Noise:
 def audit(topology, step, noise, **options):
     pairing = draw_pairing(topology, step=step, seed=0)
     pairs = [(p, r, noise.compute(), noise.compute()) for p, r in enumerate(pairing.replayer)]
-    bad = [Bad(*pair) for pair in pairs if pair[2] != pair[3]]
-    plan = plan_arbitration(bad, topology)
+    mismatches = [Mismatch(*pair) for pair in pairs if pair[2] != pair[3]]
+    plan = plan_arbitration(mismatches, topology)
     arbitration = {p: {a: noise.compute() for a in ranks} for p, ranks in plan.items()}
-    too_many = len(bad) > widespread_limit(topology.world_size)
-    orders = () if too_many else plan_repeats(settle(bad, arbitration))
+    too_many = len(mismatches) > widespread_limit(topology.world_size)
+    orders = () if too_many else plan_repeats(settle(mismatches, arbitration))
     facts = AuditFacts(
         comparisons_total=topology.world_size,
-        bad=bad,
+        mismatches=mismatches,
         arbitration=arbitration,
         repeats={
             (o.rank, o.producer): tuple(noise.compute() for _ in range(o.times)) for o in orders
@@ -109,7 +109,7 @@ def test_strikes_of_several_ranks_are_soon_called_nondeterministic(probability, 
     where, noise, history, outcomes = topology("3x2"), Noise(probability, seed=3), [], []
     for audit_number in range(1, 301):
         facts, _ = audit(where, audit_number, noise)
-        wrong = settle(facts.bad, facts.arbitration).wrong
+        wrong = settle(facts.mismatches, facts.arbitration).wrong
         recent = struck_lately(history, audit=audit_number, excluding=wrong)
         judgement = judge_audit(facts, where, recent_strikes=recent)
         history += [(audit_number, n.rank) for n in judgement.strikes]
@@ -133,18 +133,21 @@ def test_a_rank_that_is_always_wrong_is_named_in_every_audit_of_a_quiet_run(
     for step in range(1, 21):
         pairing = draw_pairing(where, step=step, seed=0)
         pairs = [(p, r, compute(p), compute(r)) for p, r in enumerate(pairing.replayer)]
-        bad = [Bad(*pair) for pair in pairs if pair[2] != pair[3]]
-        plan = plan_arbitration(bad, where)
+        mismatches = [Mismatch(*pair) for pair in pairs if pair[2] != pair[3]]
+        plan = plan_arbitration(mismatches, where)
         arbitration = {p: {a: compute(a) for a in ranks} for p, ranks in plan.items()}
-        orders = plan_repeats(settle(bad, arbitration))
+        orders = plan_repeats(settle(mismatches, arbitration))
         repeats = {
             (o.rank, o.producer): tuple(compute(o.rank) for _ in range(o.times)) for o in orders
         }
         facts = AuditFacts(
-            comparisons_total=where.world_size, bad=bad, arbitration=arbitration, repeats=repeats
+            comparisons_total=where.world_size,
+            mismatches=mismatches,
+            arbitration=arbitration,
+            repeats=repeats,
         )
         judgement = judge_audit(facts, where)
         assert judgement.outcome is Outcome.SUSPECT
-        assert [(n.rank, n.bad, n.total, n.reproduced) for n in judgement.named] == [
+        assert [(n.rank, n.mismatches, n.comparisons, n.reproduced) for n in judgement.named] == [
             (1, 2, 2, True)
         ]

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from sdcwatch.core.outcomes import alarm_word, gravest, is_alarm
+from sdcwatch.core.outcomes import MEANINGS, WORDS, gravest, is_alarm
 from sdcwatch.core.records import (
     Action,
     Cause,
@@ -21,13 +21,14 @@ from sdcwatch.core.records import (
     Progress,
     RunFinished,
     RunStarted,
+    RunWord,
     SkipReason,
     StateChanged,
     Suspect,
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.core.summary import Fold, RunSummary, fold
+from sdcwatch.core.summary import RunSummary, SummaryBuilder, fold
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +67,10 @@ def passes(step, *, audits=1, weight_checks=2, **more):
     )  # fmt: skip
 
 
-def suspect(rank=3, check=Check.REPLAY, bad=2, total=2, **more):
+def suspect(rank=3, check=Check.REPLAY, mismatches=2, comparisons=2, **more):
     return Suspect(
         rank=rank, node="node-1", instance_id="i-1", gpu=f"GPU-{rank}", gpu_index=1, check=check,
-        bad=bad, total=total, **more,
+        mismatches=mismatches, comparisons=comparisons, **more,
     )  # fmt: skip
 
 
@@ -96,10 +97,10 @@ def test_a_run_whose_audits_were_clean_is_clean(start):
     assert (summary.alarms, summary.first_alarm_step) == (0, None)
 
 
-def test_a_clean_run_that_compares_losses_only_says_so(start):
-    summary = fold([start(), preflight(Coverage.LOSS_ONLY), passes(10)])
-    assert summary.verdict == "clean"
-    assert "of losses only" in summary.reason
+def test_a_clean_run_that_compares_outputs_only_is_partly_checked(start):
+    summary = fold([start(), preflight(Coverage.OUTPUTS_ONLY), passes(10)])
+    assert summary.verdict == "partly checked"
+    assert "of outputs only" in summary.reason
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,6 @@ def test_a_clean_run_that_compares_losses_only_says_so(start):
         ([passes(10, audits=0, weight_checks=0)], "only check 1 ran"),
         ([passes(10, audits=0)], "weight checks alone do not audit a computation"),
         ([preflight(Coverage.OFF), passes(10)], "coverage is off"),
-        ([verdict(10, Check.REPLAY, Outcome.NOT_RUN)], "an audit that was not run is no audit"),
         ([verdict(10, Check.REPLAY, Outcome.VOID)], "a void audit is no audit"),
     ],
 )
@@ -131,7 +131,9 @@ def test_a_segment_that_resumed_and_was_not_audited_yet_is_not_checked(start):
 
 def test_a_named_rank_makes_the_run_suspect_and_its_evidence_adds_up(start):
     first = suspect(partners=(1,), arbiters=(4,), reproduced=True, tensors=("a",))
-    second = suspect(bad=1, partners=(5,), arbiters=(0,), reproduced=True, tensors=("b", "a"))
+    second = suspect(
+        mismatches=1, partners=(5,), arbiters=(0,), reproduced=True, tensors=("b", "a")
+    )
     summary = fold(
         [
             start(),
@@ -142,7 +144,7 @@ def test_a_named_rank_makes_the_run_suspect_and_its_evidence_adds_up(start):
                                                                                 replayer=3))),
             verdict(30, Check.REPLAY, Outcome.SUSPECT, failed=True, suspects=(second,)),
             verdict(31, Check.NONFINITE, Outcome.SUSPECT, failed=True,
-                    suspects=(suspect(check=Check.NONFINITE, bad=1, total=1),)),
+                    suspects=(suspect(check=Check.NONFINITE, mismatches=1, comparisons=1),)),
             passes(40),
         ]
     )  # fmt: skip
@@ -151,18 +153,23 @@ def test_a_named_rank_makes_the_run_suspect_and_its_evidence_adds_up(start):
     by_check = {s.check: s for s in summary.suspects}
     assert len(summary.suspects) == 2
     merged = by_check[Check.REPLAY]
-    assert (merged.bad, merged.total, merged.first_step, merged.last_step) == (3, 4, 20, 30)
+    assert (merged.mismatches, merged.comparisons, merged.first_step, merged.last_step) == (
+        3,
+        4,
+        20,
+        30,
+    )
     assert (merged.partners, merged.arbiters, merged.tensors) == ((1, 5), (0, 4), ("a", "b"))
     assert (merged.gpu, merged.reproduced) == ("GPU-3", True)
     assert (summary.alarms, summary.first_alarm_step, summary.mismatches) == (3, 20, 2)
 
 
 def test_a_failed_weight_check_taints_until_a_new_segment(start):
-    bad = verdict(
+    mismatches = verdict(
         20, Check.FINGERPRINT, Outcome.SUSPECT, failed=True, action=Action.STOP,
-        suspects=(suspect(check=Check.FINGERPRINT, bad=1, total=4),),
+        suspects=(suspect(check=Check.FINGERPRINT, mismatches=1, comparisons=4),),
     )  # fmt: skip
-    records = [start(), preflight(), passes(10), bad]
+    records = [start(), preflight(), passes(10), mismatches]
     assert fold(records).verdict == "tainted"
     stopped = [
         *records,
@@ -192,7 +199,8 @@ def test_the_tainted_state_alone_taints(start):
         (Outcome.TRANSPORT, "warning"),
         (Outcome.NOT_RUN, "warning"),
         (Outcome.NOT_REDUCED, "warning"),
-        (Outcome.SCALE_DIFFERS, "warning"),
+        (Outcome.DIFFERS, "unattributed"),
+        (Outcome.REPRODUCIBLE, "warning"),
         (Outcome.SUSPECT, "suspect"),
         (Outcome.VOID, "clean"),
         (Outcome.PASS, "clean"),
@@ -224,8 +232,9 @@ def test_an_overflow_that_the_loss_scale_explains_is_no_alarm(start):
 def test_every_outcome_is_an_alarm_or_deliberately_none():
     quiet = {o for o in Outcome if not is_alarm(verdict(1, Check.REPLAY, o))}
     assert quiet == {Outcome.PASS, Outcome.VOID}
-    assert all(gravest({alarm_word(o)}) for o in Outcome)
-    assert gravest({"warning", "suspect", "unattributed"}) == "suspect"
+    assert set(MEANINGS) == set(Outcome)
+    assert set(WORDS) == set(RunWord)
+    assert gravest({RunWord.WARNING, RunWord.SUSPECT, RunWord.UNATTRIBUTED}) is RunWord.SUSPECT
     assert gravest(set()) is None
 
 
@@ -249,7 +258,7 @@ def test_skips_checkpoints_and_hangs_are_counted(start):
             checkpoint(10, CheckpointResult.SAVED),
             checkpoint(15, CheckpointResult.PROVISIONAL),
             checkpoint(20, CheckpointResult.WITHHELD, GateReason.REPLAY),
-            Hang(step=21, time=121.0, reporter=0, where="backward", absent=(2,)),
+            Hang(step=21, time=121.0, reporter=0, operation="backward", absent=(2,)),
             Note(step=21, time=121.0, code="x", message="m"),
         ]
     )
@@ -265,7 +274,7 @@ def test_a_provisional_checkpoint_is_good_once_confirmed(start, confirmed_at):
         CheckpointEvent(step=15, time=115.0, result=result, reason=GateReason.OK)
         for result in (CheckpointResult.PROVISIONAL,)
     ]
-    assert fold([start(), *records]).last_good_checkpoint_step == 0
+    assert fold([start(), *records]).last_good_checkpoint_step is None
     records.append(
         CheckpointEvent(
             step=confirmed_at, time=120.0, result=CheckpointResult.CONFIRMED, reason=GateReason.OK
@@ -276,12 +285,12 @@ def test_a_provisional_checkpoint_is_good_once_confirmed(start, confirmed_at):
 
 
 def test_a_verdict_whose_count_was_lost_in_a_crash_still_counts_once(start):
-    bad = verdict(12, Check.REPLAY, Outcome.TRANSPORT)
+    mismatches = verdict(12, Check.REPLAY, Outcome.TRANSPORT)
     counted = Progress(
         step=13, time=113.0, first_step=12,
         counts=(Count(check=Check.REPLAY, outcome=Outcome.TRANSPORT, count=1),),
     )  # fmt: skip
-    for records in ([bad], [bad, counted]):
+    for records in ([mismatches], [mismatches, counted]):
         summary = fold([start(), preflight(), passes(10), *records])
         counts = {(c.check, c.outcome): c.count for c in summary.verdicts}
         assert counts[Check.REPLAY, Outcome.TRANSPORT] == 1
@@ -290,7 +299,7 @@ def test_a_verdict_whose_count_was_lost_in_a_crash_still_counts_once(start):
 
 def test_adding_one_by_one_gives_the_same_as_folding_all(start):
     records = [start(), preflight(), passes(10), verdict(12, Check.REPLAY, Outcome.TRANSPORT)]
-    running = Fold()
+    running = SummaryBuilder()
     for upto, record in enumerate(records, start=1):
         running.add(record)
         assert running.summary() == fold(records[:upto])

@@ -33,8 +33,8 @@ def a_verdict(outcome: Outcome) -> Verdict:
         gpu="g",
         gpu_index=None,
         check=Check.REPLAY,
-        bad=2,
-        total=2,
+        mismatches=2,
+        comparisons=2,
     )
     return Verdict(
         step=60,

@@ -149,7 +149,7 @@ def test_a_broken_multiplier_is_named_on_whichever_rank_it_is(
     assert same_on_every_rank(results) == [(20, "replay", "suspect", (rank,))]
     (suspect,) = verdicts(results[0])[0].suspects
     assert suspect.node == f"n{rank // 2}"
-    assert (suspect.bad, suspect.total, suspect.reproduced) == (2, 2, True)
+    assert (suspect.mismatches, suspect.comparisons, suspect.reproduced) == (2, 2, True)
     assert all(partner // 2 != rank // 2 for partner in suspect.partners)
 
 

@@ -17,7 +17,7 @@ Body = Callable[[Exchange], Any]
 
 
 def maximum(exchange: Exchange) -> tuple[int, ...]:
-    return exchange.max_words((exchange.rank, -exchange.rank, NEUTRAL, 2**62), "a test")
+    return exchange.max_int64s((exchange.rank, -exchange.rank, NEUTRAL, 2**62), "a test")
 
 
 def gathered(exchange: Exchange) -> list[bytes]:

@@ -30,7 +30,7 @@ SCRIPT = Path(__file__).parent / "rank_script.py"
 WORLD, VICTIM, OTHERS = 3, 1, (0, 2)
 DEADLINE_SECONDS = HANG_SECONDS = 2.0
 BUDGET_SECONDS = HANG_SECONDS + DEADLINE_SECONDS + 1.0
-"""A wait, and the roll-call after it."""
+"""A wait, and the liveness check after it."""
 
 
 @dataclass

@@ -367,7 +367,7 @@ def noisy(
     ("kind", "coverage", "says"),
     [
         ("loss", Coverage.OFF, "seed every generator that loss_fn uses"),
-        ("gradient", Coverage.LOSS_ONLY, "only losses are compared"),
+        ("gradient", Coverage.OUTPUTS_ONLY, "only losses are compared"),
     ],
 )
 def test_a_computation_that_never_repeats_degrades_coverage_and_says_what_to_mend(

@@ -142,9 +142,9 @@ def test_the_expectation_differs_between_ranks_in_the_fields_that_name_the_rank(
     differ = {(part, key) for part in one for key in one[part] if one[part][key] != two[part][key]}
 
     assert differ == {
-        ("labels", "rank"),
-        ("labels", "node"),
-        ("labels", "gpu"),
+        ("labels", "suspect_rank"),
+        ("labels", "suspect_node"),
+        ("labels", "suspect_gpu"),
         ("annotations", "description"),
         ("annotations", "dashboard_url"),
     }

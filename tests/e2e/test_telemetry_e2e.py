@@ -146,7 +146,7 @@ def totals_of(windows):
         ("sdcwatch_audit_comparisons_total",): total("comparisons"),
         ("sdcwatch_fingerprint_checks_total",): total("weight_checks"),
         ("sdcwatch_fingerprint_disagreements_total",): total("disagreements"),
-        ("sdcwatch_audit_mismatches_total", "kind=loss"): total("loss_mismatches"),
+        ("sdcwatch_audit_mismatches_total", "kind=output"): total("output_mismatches"),
         ("sdcwatch_audit_mismatches_total", "kind=gradient"): total("gradient_mismatches"),
         ("sdcwatch_steps_total", "kind=audit"): total("audit_steps"),
         ("sdcwatch_steps_total", "kind=plain"): total("plain_steps"),
@@ -169,8 +169,13 @@ def findings_of(verdicts):
     for verdict in verdicts:
         wanted[("sdcwatch_last_event_step", f"check={verdict.check.value}")] = verdict.step
         for s in verdict.suspects if verdict.outcome is Outcome.SUSPECT else ():
-            who = (f"gpu={s.gpu}", f"instance_id={s.instance_id}", f"node={s.node}")
-            wanted[("sdcwatch_rank_state", *who, f"rank={s.rank}", "state=suspect")] = 1
+            who = (
+                f"suspect_gpu={s.gpu}",
+                f"suspect_instance_id={s.instance_id}",
+                f"suspect_node={s.node}",
+                f"suspect_rank={s.rank}",
+            )
+            wanted[("sdcwatch_rank_state", "state=suspect", *who)] = 1
     return wanted
 
 
@@ -251,7 +256,7 @@ def test_prometheus_has_every_metric_of_the_catalogue(demo):
 def test_every_series_names_the_run_and_the_exporting_rank_and_suspects_apart(demo):
     result = [e["metric"] for e in demo.prometheus.at(end_of(demo.segments[0]))]
     ours = [m for m in result if m["__name__"].startswith("sdcwatch_")]
-    suspects = {m["rank"] for m in ours if m["__name__"] == "sdcwatch_rank_state"}
+    suspects = {m["suspect_rank"] for m in ours if m["__name__"] == "sdcwatch_rank_state"}
     verdicts = [r for r in demo.segments[0] if r.kind == "verdict"]
     named = {str(s.rank) for v in verdicts if v.outcome is Outcome.SUSPECT for s in v.suspects}
 

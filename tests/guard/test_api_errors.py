@@ -252,7 +252,7 @@ def test_an_option_with_a_value_that_does_not_exist(bench: Bench, name: str, val
 def test_an_option_that_does_not_exist(bench: Bench) -> None:
     bench.options["audit_evry"] = 10
     message = bench.refused()
-    assert "but got ['audit_evry']. Perhaps you mean audit_every." in message
+    assert "but got ['audit_evry']. Did you mean 'audit_every'?" in message
     assert "'audit_every'" in message
 
 

@@ -77,7 +77,7 @@ def test_gradients_that_do_not_repeat_leave_the_loss_after_deterministic_kernels
     None
 ):
     preflight, step = outcome_of(lambda rank, number: (rank, number))
-    assert (preflight.coverage, step, preflight.deterministic) == (Coverage.LOSS_ONLY, 2, True)
+    assert (preflight.coverage, step, preflight.deterministic) == (Coverage.OUTPUTS_ONLY, 2, True)
     assert "gradients do not repeat on ranks 0, 1 and 2" in preflight.reason
     assert "only losses are compared" in preflight.reason
 
@@ -102,7 +102,7 @@ def test_losses_that_do_not_repeat_turn_audits_off_and_it_says_what_to_do() -> N
 
 def test_a_step_that_differs_from_its_own_replay_in_the_gradients_leaves_the_loss() -> None:
     preflight, step = outcome_of(lambda rank, number: (rank, 1 if number == 0 else 2))
-    assert (preflight.coverage, step) == (Coverage.LOSS_ONLY, 1)
+    assert (preflight.coverage, step) == (Coverage.OUTPUTS_ONLY, 1)
     assert "(head)" in preflight.reason
     assert "outside loss_fn" in preflight.reason
 

@@ -128,7 +128,7 @@ def test_a_rank_that_is_wrong_in_both_of_its_comparisons_is_named(layout: str, r
     (named,) = result.judgement.named
     pairing = draw_pairing(topology_of(layout), step=1, seed=0)
     assert result.judgement.outcome is Outcome.SUSPECT
-    assert (named.rank, named.bad, named.total, named.reproduced) == (rank, 2, 2, True)
+    assert (named.rank, named.mismatches, named.comparisons, named.reproduced) == (rank, 2, 2, True)
     assert set(named.partners) == {pairing.replayer[rank], pairing.producer[rank]}
     assert {c.wrong for c in result.comparisons} == {(rank,)}
     assert {c.tensors for c in result.comparisons} == {("head",)}
@@ -140,7 +140,7 @@ def test_a_rank_whose_replays_are_wrong_is_named_with_one_bad_comparison(
 ) -> None:
     result = agreed(audit(layout, Faults(replays={rank: 9}))[0])
     (named,) = result.judgement.named
-    assert (named.rank, named.bad, named.total, named.reproduced) == (rank, 1, 2, True)
+    assert (named.rank, named.mismatches, named.comparisons, named.reproduced) == (rank, 1, 2, True)
     assert [(c.replayer, c.wrong) for c in result.comparisons] == [(rank, (rank,))]
 
 
@@ -168,7 +168,7 @@ def test_a_wrong_loss_is_a_mismatch_of_the_loss() -> None:
     )
     result = agreed(audit("3x2", faults)[0])
     assert [n.rank for n in result.judgement.named] == [2]
-    assert [(c.loss_equal, c.tensors) for c in result.comparisons] == [(False, ())]
+    assert [(c.outputs_equal, c.tensors) for c in result.comparisons] == [(False, ())]
 
 
 @pytest.mark.parametrize("rank", range(3))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from sdcwatch.core.records import Check, Outcome, Record, Suspect, Verdict
-from sdcwatch.guard.reporter import Reporter, closing_line, describe
+from sdcwatch.guard.reporter import Reporter, describe
 
 
 class Nowhere:
@@ -19,8 +21,8 @@ class Nowhere:
 
 def suspect_verdict() -> Verdict:
     rank = Suspect(
-        rank=1, node="n0", instance_id="i-0", gpu="GPU-7", gpu_index=1, check=Check.REPLAY, bad=2,
-        total=2, first_step=2, last_step=2,
+        rank=1, node="n0", instance_id="i-0", gpu="GPU-7", gpu_index=1, check=Check.REPLAY,
+        mismatches=2, comparisons=2, first_step=2, last_step=2,
     )  # fmt: skip
     return Verdict(
         step=2, time=time.time(), check=Check.REPLAY, outcome=Outcome.SUSPECT,
@@ -33,7 +35,7 @@ def test_the_line_of_a_verdict_says_where_the_suspect_is() -> None:
 
 
 def test_a_run_in_which_something_was_found_does_not_end_looking_healthy(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reporter = Reporter(
         Nowhere(), summary_path=tmp_path / "summary.json", leader=True, start_step=0
@@ -41,7 +43,9 @@ def test_a_run_in_which_something_was_found_does_not_end_looking_healthy(
     reporter.step = 2
     reporter.steps_at_risk = 2
     reporter.emit(suspect_verdict())
-    line = closing_line(reporter._fold.summary(), tmp_path)
-    assert line.startswith("sdcwatch: SUSPECT: ")
+    with caplog.at_level("INFO", logger="sdcwatch"):
+        reporter.close()
+    line = caplog.messages[-1]
+    assert line.startswith("SUSPECT: ")
     assert "last good checkpoint: none" in line
     assert line.endswith(f"sdcwatch report {tmp_path}")

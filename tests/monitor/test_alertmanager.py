@@ -88,7 +88,14 @@ def test_a_suspect_silences_its_consequences_in_its_own_run_only(
     alertmanager: str, inbox: Any, ask_json: Callable[..., Any]
 ) -> None:
     consequences = [_alert(name, "warning", "a") for name in INHIBITED_BY_SUSPECT]
-    suspect = _alert("SdcwatchSuspectRank", "critical", "a", rank="3", node="n1", gpu="GPU-3")
+    suspect = _alert(
+        "SdcwatchSuspectRank",
+        "critical",
+        "a",
+        suspect_rank="3",
+        suspect_node="n1",
+        suspect_gpu="GPU-3",
+    )
     other = _alert("SdcwatchUpdatesSkipped", "warning", "b")
 
     ask_json(f"{alertmanager}/api/v2/alerts", [suspect, *consequences, other])
@@ -105,7 +112,14 @@ def test_alerts_of_one_run_arrive_in_one_notification(
     alertmanager: str, inbox: Any, ask_json: Callable[..., Any]
 ) -> None:
     two = [
-        _alert("SdcwatchSuspectRank", "critical", "a", rank="3", node="n1", gpu="GPU-3"),
+        _alert(
+            "SdcwatchSuspectRank",
+            "critical",
+            "a",
+            suspect_rank="3",
+            suspect_node="n1",
+            suspect_gpu="GPU-3",
+        ),
         _alert("SdcwatchFingerprintDisagreement", "critical", "a"),
     ]
     ask_json(f"{alertmanager}/api/v2/alerts", two)

@@ -219,7 +219,7 @@ def test_each_recording_shows_what_it_is_named_for(
         return [labels for labels in found if labels["run"] == runs[of].run]
 
     suspects = firing("SdcwatchSuspectRank", "default_faults")
-    assert sorted(labels["rank"] for labels in suspects) == ["1", "3", "5"]
+    assert sorted(labels["suspect_rank"] for labels in suspects) == ["1", "3", "5"]
     for name in ("SdcwatchFingerprintDisagreement", "SdcwatchUpdatesSkipped",
                  "SdcwatchCheckpointWithheld", "SdcwatchNonFiniteReproducible",
                  "SdcwatchOneOffMismatch"):  # fmt: skip

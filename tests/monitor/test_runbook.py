@@ -86,7 +86,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         UpdateSkipped(**at, reason=SkipReason.REPLAY, consecutive=1),
         CheckpointEvent(**at, result=CheckpointResult.WITHHELD, reason=GateReason.REPLAY),
-        Hang(**at, reporter=0, where="audit", absent=(2,)),
+        Hang(**at, reporter=0, operation="audit", absent=(2,)),
         Progress(**at, first_step=1),
     ]
     text = "".join(encode(record) + "\n" for record in records)

@@ -55,7 +55,7 @@ def rank_info(rank: int) -> RankInfo:
 
 
 def suspect(rank: int, check: Check, **evidence: object) -> Suspect:
-    known: dict[str, object] = {"bad": 1, "total": 2, **evidence}
+    known: dict[str, object] = {"mismatches": 1, "comparisons": 2, **evidence}
     return Suspect(
         rank=rank,
         node=f"node-{rank // 2}",
@@ -101,7 +101,7 @@ def progress(first: int, last: int, time: float, loss: float) -> Progress:
         comparisons=6,
         weight_checks=2,
         loss=loss,
-        durations=(Durations(check=Check.REPLAY, phase=Phase.REPLAY, seconds=(0.2, 0.4, 0.3)),),
+        durations=(Durations.of(Check.REPLAY, Phase.REPLAY, (0.2, 0.4, 0.3)),),
         plain_steps=last - first,
         plain_seconds=1.0,
         audit_steps=1,
@@ -139,11 +139,11 @@ def audit_verdict(step: int, time: float) -> Verdict:
         failed=True,
         action=Action.SKIP,
         suspects=(
-            suspect(3, Check.REPLAY, bad=2, partners=(0, 5), arbiters=(1,), reproduced=True),
+            suspect(3, Check.REPLAY, mismatches=2, partners=(0, 5), arbiters=(1,), reproduced=True),
         ),
         comparisons=(
-            Comparison(producer=3, replayer=0, tensors=tensors, tensors_bad=12, wrong=(3,)),
-            Comparison(producer=5, replayer=3, loss_equal=False, arbiters=(1,), wrong=(3,)),
+            Comparison(producer=3, replayer=0, tensors=tensors, tensors_differing=12, wrong=(3,)),
+            Comparison(producer=5, replayer=3, outputs_equal=False, arbiters=(1,), wrong=(3,)),
         ),
         comparisons_total=6,
     )
@@ -169,7 +169,7 @@ def weight_verdict(step: int, time: float) -> Verdict:
         reason="rank 5 dissents from the majority of 6 on 1 tensor",
         failed=True,
         action=Action.STOP,
-        suspects=(suspect(5, Check.FINGERPRINT, tensors=("blocks.1.weight",), total=40),),
+        suspects=(suspect(5, Check.FINGERPRINT, tensors=("blocks.1.weight",), comparisons=40),),
         disagreements=(
             Disagreement(
                 tensor="blocks.1.weight",

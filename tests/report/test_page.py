@@ -58,7 +58,7 @@ def test_the_page_says_the_verdict_first(story: list[Record]) -> None:
 def test_the_page_names_tensors_sides_and_evidence(story: list[Record]) -> None:
     text = text_of(render(story))
 
-    assert "Rank 3's micro-batch, recomputed by rank 0: loss equal, 12 gradients differ" in text
+    assert "Rank 3's micro-batch, recomputed by rank 0: outputs equal, 12 gradients differ" in text
     assert "blocks.0.weight, blocks.1.weight and 10 more" in text
     assert "ranks 0, 1, 2, 3, 4 hold aa ; rank 5 hold bb" in text
     assert "Wrong in 2 of 2 comparisons with ranks 0 and 5, settled by rank 1." in text

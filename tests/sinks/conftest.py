@@ -84,7 +84,7 @@ def make_start(world_size=6, **changes):
     return RunStarted(**{**facts, **changes})
 
 
-def make_suspect(rank, check, step, ranks, bad=2, total=2, **changes):
+def make_suspect(rank, check, step, ranks, mismatches=2, comparisons=2, **changes):
     info = ranks[rank]
     return Suspect(
         rank=rank,
@@ -93,8 +93,8 @@ def make_suspect(rank, check, step, ranks, bad=2, total=2, **changes):
         gpu=info.gpu,
         gpu_index=info.gpu_index,
         check=check,
-        bad=bad,
-        total=total,
+        mismatches=mismatches,
+        comparisons=comparisons,
         first_step=step,
         last_step=step,
         **changes,
@@ -118,9 +118,9 @@ def make_faulty_run(world_size=6):
             "loss": 1.0 / step,
             "overhead_seconds": {"nonfinite": 0.01, "replay": 0.1, "fingerprint": 0.02},
             "durations": (
-                Durations(check=Check.NONFINITE, phase=Phase.SCREEN, seconds=(0.0001,) * 10),
-                Durations(check=Check.REPLAY, phase=Phase.REPLAY, seconds=(0.1,)),
-                Durations(check=Check.FINGERPRINT, phase=Phase.DIGEST, seconds=(0.01, 0.01)),
+                Durations.of(Check.NONFINITE, Phase.PROBE, (0.0001,) * 10),
+                Durations.of(Check.REPLAY, Phase.REPLAY, (0.1,)),
+                Durations.of(Check.FINGERPRINT, Phase.DIGEST, (0.01, 0.01)),
             ),
             "audited_ranks": world_size,
             "last_clean_audit_step": 10,
@@ -133,8 +133,8 @@ def make_faulty_run(world_size=6):
             Count(check=Check.NONFINITE, outcome=Outcome.PASS, count=9),
             Count(check=Check.FINGERPRINT, outcome=Outcome.PASS, count=1),
         )
-        bad = tuple(Count(check=c, outcome=o, count=1) for c, o in counts)
-        return Progress(step=step, time=T0 + step, counts=passes + bad, **{**totals, **changes})
+        others = tuple(Count(check=c, outcome=o, count=1) for c, o in counts)
+        return Progress(step=step, time=T0 + step, counts=passes + others, **{**totals, **changes})
 
     def verdict(step, check, outcome, reason, **facts):
         return Verdict(
@@ -161,15 +161,15 @@ def make_faulty_run(world_size=6):
         progress(10),
         checkpoint(10, CheckpointResult.SAVED, GateReason.OK),
         progress(
-            20, [(Check.REPLAY, Outcome.SUSPECT)], loss_mismatches=1, gradient_mismatches=2
+            20, [(Check.REPLAY, Outcome.SUSPECT)], output_mismatches=1, gradient_mismatches=2
         ),
         verdict(
             20, Check.REPLAY, Outcome.SUSPECT, "rank 3 computed other gradients than two others",
             failed=True, action=Action.SKIP, comparisons_total=world_size,
             suspects=(make_suspect(3, Check.REPLAY, 20, ranks, tensors=("layer1.weight",)),),
             comparisons=(
-                Comparison(producer=3, replayer=5, tensors=("layer1.weight",), tensors_bad=1),
-                Comparison(producer=1, replayer=3, loss_equal=False),
+                Comparison(producer=3, replayer=5, tensors=("layer1.weight",), tensors_differing=1),
+                Comparison(producer=1, replayer=3, outputs_equal=False),
             ),
         ),
         skip(20, SkipReason.REPLAY),
@@ -178,7 +178,7 @@ def make_faulty_run(world_size=6):
         verdict(
             30, Check.NONFINITE, Outcome.SUSPECT, "rank 3 alone computes a NaN", failed=True,
             action=Action.SKIP, origin=Origin.LOCAL, cause=Cause.DEVICE,
-            suspects=(make_suspect(3, Check.NONFINITE, 30, ranks, bad=1, total=1),),
+            suspects=(make_suspect(3, Check.NONFINITE, 30, ranks, mismatches=1, comparisons=1),),
         ),
         skip(30, SkipReason.NONFINITE),
         progress(
@@ -188,13 +188,13 @@ def make_faulty_run(world_size=6):
         ),
         verdict(
             38, Check.NONFINITE, Outcome.REPRODUCIBLE, "the batch overflows everywhere",
-            failed=True, action=Action.SKIP, origin=Origin.LOSS, cause=Cause.DATA, ranks=(2,),
+            failed=True, action=Action.SKIP, origin=Origin.OUTPUT, cause=Cause.DATA, ranks=(2,),
         ),
         skip(38, SkipReason.NONFINITE),
         verdict(
             40, Check.REPLAY, Outcome.NOT_REPRODUCED, "rank 1 was wrong once", failed=True,
             action=Action.SKIP, ranks=(1,),
-            suspects=(make_suspect(1, Check.REPLAY, 40, ranks, bad=1, reproduced=False),),
+            suspects=(make_suspect(1, Check.REPLAY, 40, ranks, mismatches=1, reproduced=False),),
         ),
         skip(40, SkipReason.REPLAY),
         checkpoint(40, CheckpointResult.PROVISIONAL, GateReason.OK),
@@ -203,7 +203,7 @@ def make_faulty_run(world_size=6):
             50, Check.FINGERPRINT, Outcome.SUSPECT, "rank 3 dissents from the majority of 6",
             failed=True, action=Action.STOP, tensors_total=4,
             suspects=(
-                make_suspect(3, Check.FINGERPRINT, 50, ranks, bad=1, total=4,
+                make_suspect(3, Check.FINGERPRINT, 50, ranks, mismatches=1, comparisons=4,
                              tensors=("layer2.bias",)),
             ),
             disagreements=(
@@ -226,12 +226,12 @@ FAULTY_TOTALS = {
     ("sdcwatch_verdicts_total", "check=fingerprint", "outcome=suspect"): 1,
     ("sdcwatch_verdicts_total", "check=replay", "outcome=widespread"): 0,
     ("sdcwatch_audit_comparisons_total",): 36,
-    ("sdcwatch_audit_mismatches_total", "kind=loss"): 1,
+    ("sdcwatch_audit_mismatches_total", "kind=output"): 1,
     ("sdcwatch_audit_mismatches_total", "kind=gradient"): 3,
     ("sdcwatch_fingerprint_checks_total",): 12,
     ("sdcwatch_fingerprint_disagreements_total",): 1,
     ("sdcwatch_nonfinite_total", "cause=device", "origin=local"): 1,
-    ("sdcwatch_nonfinite_total", "cause=data", "origin=loss"): 1,
+    ("sdcwatch_nonfinite_total", "cause=data", "origin=output"): 1,
     ("sdcwatch_updates_skipped_total", "reason=replay"): 2,
     ("sdcwatch_updates_skipped_total", "reason=nonfinite"): 2,
     ("sdcwatch_updates_skipped_total", "reason=scaler"): 0,
@@ -244,23 +244,25 @@ FAULTY_TOTALS = {
     ("sdcwatch_step_time_seconds_total", "kind=plain"): 5.4,
     ("sdcwatch_step_time_seconds_total", "kind=audit"): 1.2,
     ("sdcwatch_overhead_time_seconds_total", "check=replay"): 0.6,
-    ("sdcwatch_check_duration_seconds_count", "check=nonfinite", "phase=screen"): 60,
+    ("sdcwatch_check_duration_seconds_count", "check=nonfinite", "phase=probe"): 60,
     ("sdcwatch_check_duration_seconds_sum", "check=replay", "phase=replay"): 0.6,
     (
-        "sdcwatch_rank_state", "gpu=cpu-sim-node-1-1", "instance_id=i-0001", "node=node-1",
-        "rank=3", "state=suspect",
+        "sdcwatch_rank_state", "state=suspect", "suspect_gpu=cpu-sim-node-1-1",
+        "suspect_instance_id=i-0001", "suspect_node=node-1", "suspect_rank=3",
     ): 1,
     (
-        "sdcwatch_rank_evidence", "check=replay", "gpu=cpu-sim-node-1-1", "instance_id=i-0001",
-        "node=node-1", "rank=3", "result=bad",
+        "sdcwatch_rank_evidence", "check=replay", "result=mismatches",
+        "suspect_gpu=cpu-sim-node-1-1", "suspect_instance_id=i-0001", "suspect_node=node-1",
+        "suspect_rank=3",
     ): 2,
     (
-        "sdcwatch_rank_evidence", "check=fingerprint", "gpu=cpu-sim-node-1-1", "instance_id=i-0001",
-        "node=node-1", "rank=3", "result=total",
+        "sdcwatch_rank_evidence", "check=fingerprint", "result=comparisons",
+        "suspect_gpu=cpu-sim-node-1-1", "suspect_instance_id=i-0001", "suspect_node=node-1",
+        "suspect_rank=3",
     ): 4,
     (
-        "sdcwatch_rank_strikes", "gpu=cpu-sim-node-0-1", "instance_id=i-0000", "node=node-0",
-        "rank=1",
+        "sdcwatch_rank_strikes", "suspect_gpu=cpu-sim-node-0-1", "suspect_instance_id=i-0000",
+        "suspect_node=node-0", "suspect_rank=1",
     ): 1,
     ("sdcwatch_guard_state", "state=finished"): 1,
     ("sdcwatch_guard_state", "state=tainted"): 0,

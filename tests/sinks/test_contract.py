@@ -60,7 +60,7 @@ def sink(request, tmp_path):
 def every_kind(faulty_run):
     return [
         *faulty_run,
-        Hang(step=61, time=2e9, reporter=1, where="all-reduce", absent=(2,)),
+        Hang(step=61, time=2e9, reporter=1, operation="all-reduce", absent=(2,)),
         Note(step=61, time=2e9, code="x", message="y"),
     ]
 

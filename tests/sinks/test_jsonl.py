@@ -75,10 +75,10 @@ def test_a_log_that_wants_nothing_makes_no_file(tmp_path, faulty_run):
 
 
 def test_a_line_of_a_newer_schema_is_named_and_not_passed_over(tmp_path, start):
-    line = encode(start).replace('"schema":1', '"schema":99')
+    line = encode(start).replace('"schema":2', '"schema":99')
     (tmp_path / "events.jsonl").write_text(line + "\n")
 
-    with pytest.raises(ValueError, match=r"events.jsonl, line 1: Expected schema <= 1"):
+    with pytest.raises(ValueError, match=r"events.jsonl, line 1: Expected schema <= 2"):
         read_records(tmp_path)
 
 

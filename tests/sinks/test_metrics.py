@@ -5,14 +5,14 @@ import pytest
 
 from sdcwatch.core.catalog import BY_NAME, CATALOG
 from sdcwatch.core.records import Check, Count, Outcome, Progress, Verdict
-from sdcwatch.sinks.metrics import Measurer
+from sdcwatch.sinks.metrics import RecordMetrics
 
 SELF_METRICS = {m.name for m in CATALOG if m.name.startswith("sdcwatch.telemetry.")}
 
 
 def totals(records):
     """Counters summed and gauges as last set, by metric and attribute values."""
-    measurer, found = Measurer(), {}
+    measurer, found = RecordMetrics(), {}
     for record in records:
         for m in measurer.measure(record):
             key = (m.metric, *m.attributes.values())
@@ -22,7 +22,7 @@ def totals(records):
 
 
 def test_every_measurement_is_in_the_catalogue_with_its_attributes_and_values(faulty_run):
-    measurer = Measurer()
+    measurer = RecordMetrics()
     for record in faulty_run:
         for m in measurer.measure(record):
             metric = BY_NAME[m.metric]
@@ -33,7 +33,7 @@ def test_every_measurement_is_in_the_catalogue_with_its_attributes_and_values(fa
 
 
 def test_a_faulty_run_measures_every_metric_of_the_catalogue(faulty_run):
-    measurer = Measurer()
+    measurer = RecordMetrics()
     measured = {m.metric for record in faulty_run for m in measurer.measure(record)}
 
     assert {m.name for m in CATALOG} - SELF_METRICS == measured
@@ -56,8 +56,8 @@ def test_evidence_of_a_rank_adds_up_over_verdicts(faulty_run):
     twice = [*faulty_run, next(r for r in faulty_run if isinstance(r, Verdict))]
     who = ("3", "node-1", "cpu-sim-node-1-1", "i-0001")
 
-    assert totals(faulty_run)[("sdcwatch.rank.evidence", *who, "replay", "bad")] == 2
-    assert totals(twice)[("sdcwatch.rank.evidence", *who, "replay", "bad")] == 4
+    assert totals(faulty_run)[("sdcwatch.rank.evidence", *who, "replay", "mismatches")] == 2
+    assert totals(twice)[("sdcwatch.rank.evidence", *who, "replay", "mismatches")] == 4
 
 
 @pytest.mark.parametrize("verdict_first", [False, True])
@@ -99,11 +99,11 @@ def test_a_confirmed_checkpoint_is_good_from_the_step_at_which_it_was_saved(faul
 def test_a_loss_that_is_no_number_leaves_the_last_one_standing(faulty_run, loss):
     window = replace(next(r for r in faulty_run if isinstance(r, Progress)), loss=loss)
 
-    assert not [m for m in Measurer().measure(window) if m.metric == "sdcwatch.loss"]
+    assert not [m for m in RecordMetrics().measure(window) if m.metric == "sdcwatch.loss"]
 
 
 def test_a_nan_loss_is_counted_whether_or_not_anybody_logs_it(faulty_run):
     found = totals(faulty_run)
 
-    assert found[("sdcwatch.nonfinite", "loss", "data")] == 1
+    assert found[("sdcwatch.nonfinite", "output", "data")] == 1
     assert found[("sdcwatch.nonfinite", "local", "device")] == 1

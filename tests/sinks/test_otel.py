@@ -87,22 +87,22 @@ def test_only_suspects_and_strikes_have_series_of_their_own(scraped, series):
         label
         for key in series(scraped)
         for label in key[1:]
-        if key[0].startswith("sdcwatch_rank") and label.startswith("rank=")
+        if key[0].startswith("sdcwatch_rank") and label.startswith("suspect_rank=")
     }
-    assert ranks == {"rank=1", "rank=3"}
+    assert ranks == {"suspect_rank=1", "suspect_rank=3"}
     states = [key for key in series(scraped) if key[0] == "sdcwatch_rank_state"]
     assert len(states) == 1
 
 
 def test_a_suspect_rank_and_the_exporting_rank_are_never_confused(scraped):
-    lines = [line for line in scraped.splitlines() if re.search(r'[{,]rank="', line)]
+    lines = [line for line in scraped.splitlines() if re.search(r'[{,]suspect_rank="', line)]
 
     assert lines
     for line in lines:
         assert re.search(r'exporter_rank="0"', line)
-        assert re.search(r'[{,]rank="(3|1)"', line)
+        assert re.search(r'[{,]suspect_rank="(3|1)"', line)
     named = [line for line in lines if line.startswith("sdcwatch_rank_state")]
-    assert all(re.search(r'[{,]rank="3"', line) for line in named)
+    assert all(re.search(r'[{,]suspect_rank="3"', line) for line in named)
 
 
 def test_no_series_carries_a_scope_label_a_tensor_name_or_a_step(scraped):
@@ -283,7 +283,7 @@ def test_the_providers_of_the_application_is_used_and_nothing_else_is_started(
     assert any("meter provider of the application" in line for line in lines)
     assert dispatcher.links == {}
     suspect = next(iter(found["sdcwatch.rank.state"]))
-    assert {("run", "run-7"), ("exporter_rank", "0"), ("rank", "3")} <= suspect
+    assert {("run", "run-7"), ("exporter_rank", "0"), ("suspect_rank", "3")} <= suspect
 
 
 def test_no_provider_is_ever_set_globally(sinks, feed, faulty_run):

@@ -70,7 +70,7 @@ def test_a_suspect_rank_is_named_in_the_push_and_the_exporter_apart(
     dispatcher.close()
 
     (state,) = [key for key in collector.last() if key[0] == "sdcwatch_rank_state"]
-    assert "rank=3" in state
+    assert "suspect_rank=3" in state
     assert "exporter_rank=0" in state
     (resource,) = collector.resources()[-1:]
     assert resource["run"] == resource["sdcwatch.run.id"] == "run-7"

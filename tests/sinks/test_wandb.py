@@ -78,7 +78,7 @@ def test_history_carries_running_totals_and_overhead_per_check(faulty_run):
     expected = {
         "sdcwatch/step": 60,
         "sdcwatch/comparisons": 36,
-        "sdcwatch/loss_mismatches": 1,
+        "sdcwatch/output_mismatches": 1,
         "sdcwatch/gradient_mismatches": 3,
         "sdcwatch/weight_checks": 12,
         "sdcwatch/disagreements": 1,

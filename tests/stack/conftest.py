@@ -29,7 +29,7 @@ groups:
         labels: {severity: critical}
         annotations:
           summary: A rank is suspect.
-          description: "rank {{ $labels.rank }} on {{ $labels.node }}"
+          description: "rank {{ $labels.suspect_rank }} on {{ $labels.suspect_node }}"
       - alert: Swallowed
         expr: vector(1)
 """
@@ -55,7 +55,7 @@ receivers:
 """
 SUSPECT = (
     "# TYPE sdcwatch_rank_state gauge\n"
-    'sdcwatch_rank_state{run="r7",rank="3",node="n1",gpu="GPU-3",instance="i-3",'
+    'sdcwatch_rank_state{run="r7",suspect_rank="3",suspect_node="n1",suspect_gpu="GPU-3",instance="i-3",'
     'exporter_rank="0",state="suspect"} 1\n'
 )
 

@@ -34,9 +34,9 @@ def test_a_fault_in_the_metrics_reaches_the_receiver_as_one_notification(
         "alertname": "SuspectSeen",
         "severity": "critical",
         "run": "r7",
-        "rank": "3",
-        "node": "n1",
-        "gpu": "GPU-3",
+        "suspect_rank": "3",
+        "suspect_node": "n1",
+        "suspect_gpu": "GPU-3",
     }
     assert alert["annotations"]["description"] == "rank 3 on n1"
     assert got[0]["receiver"] == "team"

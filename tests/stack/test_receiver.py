@@ -26,9 +26,9 @@ NOTIFICATION = {
                 "alertname": "SdcwatchSuspectRank",
                 "severity": "critical",
                 "run": "r7",
-                "rank": "3",
-                "node": "n1",
-                "gpu": "GPU-3",
+                "suspect_rank": "3",
+                "suspect_node": "n1",
+                "suspect_gpu": "GPU-3",
             },
             "annotations": {
                 "summary": "A rank is suspect.",

@@ -21,7 +21,7 @@ from sdcwatch.core.records import (
     RunStarted,
     StateChanged,
 )
-from sdcwatch.core.replay import REPEATS, AuditFacts, Bad, judge_audit
+from sdcwatch.core.replay import REPEATS, AuditFacts, Mismatch, judge_audit
 from sdcwatch.core.summary import fold
 from sdcwatch.core.topology import RankInfo, Topology
 from sdcwatch.demo import closing
@@ -29,7 +29,7 @@ from sdcwatch.demo.closing import print_grade
 from sdcwatch.demo.display import line_of
 from sdcwatch.demo.model import GPT, GPTConfig
 from sdcwatch.guard.replay import AuditResult
-from sdcwatch.guard.reporter import Verdicts
+from sdcwatch.guard.reporter import VerdictBuilder
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def _audit_of_a_bad_rank() -> AuditFacts:
     right, wrong = ("ok",) * REPEATS, ("bad",) * REPEATS
     return AuditFacts(
         comparisons_total=6,
-        bad=(Bad(3, 5, "bad", "ok"), Bad(1, 3, "ok", "bad")),
+        mismatches=(Mismatch(3, 5, "bad", "ok"), Mismatch(1, 3, "ok", "bad")),
         arbitration={3: {0: "ok", 4: "ok"}, 1: {4: "ok", 5: "ok"}},
         repeats={(3, 3): wrong, (5, 3): right, (0, 3): right}
         | {(3, 1): wrong, (1, 1): right, (4, 1): right},
@@ -114,7 +114,7 @@ def _audit_of_a_bad_rank() -> AuditFacts:
 
 def _records() -> list[Record]:
     """What the demo's guard records, as far as the sample shows it."""
-    topology, verdicts = _topology(), Verdicts(_topology(), observing=False)
+    topology, verdicts = _topology(), VerdictBuilder(_topology(), observing=False)
     names = [name for name, _ in GPT(GPTConfig()).named_parameters()]
     audit = AuditResult(judge_audit(_audit_of_a_bad_rank(), topology), (), 6)
     tables = [

@@ -1,4 +1,4 @@
-"""What the dashboards share: variables, links, annotations, panels on more than one, and their JSON."""
+"""What the dashboards share: variables, links, annotations, common panels, and their JSON."""
 
 from __future__ import annotations
 
@@ -292,13 +292,13 @@ def suspects_table(
     title: str, scope: Scope, config: MonitorConfig, *, with_run: bool, to_suspect: bool
 ) -> Any:
     """Who is suspect, by which check, on what evidence."""
-    who = (*run_queries.WHO, "instance_id")
+    who = (*run_queries.WHO, "suspect_instance_id")
     on = ", ".join((*scope.by, *who))
     strikes = run_queries.strikes(scope, *who)
     queries: tuple[str, ...] = (
         run_queries.beside_evidence(scope, run_queries.rank_code(scope, *who, held=True), on, *who),
-        run_queries.evidence(scope, "bad", *who),
-        run_queries.evidence(scope, "total", *who),
+        run_queries.evidence(scope, "mismatches", *who),
+        run_queries.evidence(scope, "comparisons", *who),
         run_queries.beside_evidence(
             scope, run_queries.last_step_of_check(scope), ", ".join((*scope.by, "check")), *who
         ),
@@ -313,11 +313,11 @@ def suspects_table(
     columns: tuple[Column, ...] = (
         Column(source="Value #A", name="State", looks=STATES_BY_CODE, width=120),
         Column(source="run", name="run", link=(run, "Open the run")),
-        Column(source="rank", name="Rank", width=60),
-        Column(source="node", name="Node"),
-        Column(source="instance_id", name="Instance"),
+        Column(source="suspect_rank", name="Rank", width=60),
+        Column(source="suspect_node", name="Node"),
+        Column(source="suspect_instance_id", name="Instance"),
         Column(
-            source="gpu",
+            source="suspect_gpu",
             name="GPU",
             link=(suspect, "Evidence and history of this GPU") if to_suspect else None,
         ),

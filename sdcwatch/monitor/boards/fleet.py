@@ -60,7 +60,7 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     limits = config.thresholds
     live = f"{fact(select(GUARD_STATE, scope, state=ACTIVE), scope)} == 1"
     code = run_queries.verdict_code(scope)
-    unproven = f"({code}) >= {VerdictCode.LOSS_ONLY.value} <= {VerdictCode.NOT_CHECKED.value}"
+    unproven = f"({code}) >= {VerdictCode.OUTPUTS_ONLY.value} <= {VerdictCode.NOT_CHECKED.value}"
     tainted = newest(select(GUARD_STATE, scope, state=GuardState.TAINTED), scope)
     checks = rate(select(VERDICTS, scope), scope, INTERVAL, "check", "outcome")
     oldest = f"max(time() - ({run_queries.current(LAST_CLEAN_AUDIT_TIME, scope)} > 0 and {live}))"
@@ -200,8 +200,8 @@ def fleet_board(config: MonitorConfig) -> Board:
             "the same GPU leave little doubt.",
             (Query(run_queries.gpus_by_runs(scope), kind="table"),),
             (
-                Column(source="gpu", name="GPU", link=(suspect, "History of this GPU")),
-                Column(source="node", name="Node"),
+                Column(source="suspect_gpu", name="GPU", link=(suspect, "History of this GPU")),
+                Column(source="suspect_node", name="Node"),
                 Column(source="Value", name="Runs", unit="none", width=70,
                        steps=((None, GREY), (config.thresholds.offender_runs, VERMILLION))),
             ),

@@ -233,7 +233,7 @@ def timelines(grid: Grid, scope: Scope) -> None:
             Query(run_queries.guard_code(scope), "guard"),
             Query(
                 run_queries.rank_code(scope, *run_queries.WHO),
-                "rank {{rank}} · {{node}} · {{gpu}}",
+                "rank {{suspect_rank}} · {{suspect_node}} · {{suspect_gpu}}",
             ),
             show=Show(unit="none", looks=STATES_BY_CODE, empty="no guard in this range"),
         )),
@@ -393,8 +393,8 @@ def telemetry(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
         )),
         (52, 3, stat_panel(
             "Since last step",
-            "Seconds since the last completed step. Large in a live run: it hangs; the roll-call "
-            "in the event log names absent ranks.",
+            "Seconds since the last completed step. Large in a live run: it hangs; the liveness "
+            "check in the event log names absent ranks.",
             Query(run_queries.age(LAST_PROGRESS_TIME, scope), kind="instant"),
             show=Show(unit="s", decimals=0, steps=ages(config.thresholds.stalled_for)),
         )),

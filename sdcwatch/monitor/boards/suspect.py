@@ -52,17 +52,23 @@ RANK_BY_CODE = coded(RANK_LOOKS, RANK_CODES)
 
 def _device_scope(config: MonitorConfig) -> Scope:
     scope = dashboard_scope(config)
-    return replace(scope, who=("gpu", 'gpu=~"$gpu"'))
+    return replace(scope, who=("suspect_gpu", 'suspect_gpu=~"$gpu"'))
 
 
 def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     counts = {
-        r: fact(last(select(RANK_EVIDENCE, scope, result=r)), scope, "gpu", "rank", "check")
-        for r in ("bad", "total")
+        r: fact(
+            last(select(RANK_EVIDENCE, scope, result=r)),
+            scope,
+            "suspect_gpu",
+            "suspect_rank",
+            "check",
+        )
+        for r in ("mismatches", "comparisons")
     }
-    bad, total = (f"sum by (check) ({count})" for count in counts.values())
-    strikes = fact(last(select(RANK_STRIKES, scope)), scope, "gpu", "rank")
-    code = run_queries.rank_code(scope, "gpu", held=True)
+    mismatches, comparisons = (f"sum by (check) ({count})" for count in counts.values())
+    strikes = fact(last(select(RANK_STRIKES, scope)), scope, "suspect_gpu", "suspect_rank")
+    code = run_queries.rank_code(scope, "suspect_gpu", held=True)
     grid.line(
         4,
         (1, 5, stat_panel(
@@ -84,14 +90,14 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
             "Wrong in",
             "Comparisons (tensors, for the fingerprint check) in which it was wrong, by check, "
             "over all runs chosen.",
-            Query(bad, "{{check}}", kind="instant"),
+            Query(mismatches, "{{check}}", kind="instant"),
             show=Show(unit="none", decimals=0, steps=EVENTS, empty="0"),
         )),
         (4, 5, stat_panel(
             "of",
             "Comparisons it took part in when it was named, by check. All of them wrong: a broken "
             "device.",
-            Query(total, "{{check}}", kind="instant"),
+            Query(comparisons, "{{check}}", kind="instant"),
             show=Show(unit="none", decimals=0, steps=NEUTRAL, empty="0"),
         )),
         (5, 5, stat_panel(
@@ -109,8 +115,8 @@ def _evidence(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     grid.line(5, (10, 24, suspects_table(
         "Evidence by run and check", scope, config, with_run=True, to_suspect=False,
     )))  # fmt: skip
-    who = ("rank", "node", "gpu")
-    legend = "{{run}} · rank {{rank}} · {{gpu}}"
+    who = ("suspect_rank", "suspect_node", "suspect_gpu")
+    legend = "{{run}} · rank {{suspect_rank}} · {{suspect_gpu}}"
     grid.line(
         5,
         (11, 24, timeline_panel(
