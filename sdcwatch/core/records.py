@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from sdcwatch.core.enums import Action as Action
 from sdcwatch.core.enums import Cause as Cause
@@ -43,6 +43,10 @@ DURATION_BUCKETS = (
 """Upper bounds in seconds of the buckets of `Durations`; longer ones have a bucket of their own."""
 
 
+Device: TypeAlias = tuple[str, str]
+"""Instance id and GPU: what a suspect is. Ranks are only where it ran."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
     """A rank named by a check, with the counts that support it.
@@ -61,7 +65,10 @@ class Suspect:
         reproduced: It was wrong again when asked again; None if not asked.
         first_step: First step of this run at which it was named.
         last_step: Last step at which it was named.
+        last_time: Unix time at which it was last named; 0.0 in a record, whose own time it is.
         tensors: Names of tensors in which it differed, at most ten.
+        operator: The operation in which it computed wrongly, with the module it ran in; empty if
+            the trace could not tell.
     """
 
     rank: int
@@ -77,7 +84,14 @@ class Suspect:
     reproduced: bool | None = None
     first_step: int = 0
     last_step: int = 0
+    last_time: float = 0.0
     tensors: tuple[str, ...] = ()
+    operator: str = ""
+
+    @property
+    def device(self) -> Device:
+        """What the finding is about, wherever its rank runs later."""
+        return self.instance_id, self.gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +174,10 @@ class RunStarted(Record):
     links: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What is off and why, and what the user should know: fault domain fallback, one rank, …"""
+    run_id: str = ""
+    """Made with the run directory: the same in every segment, another in a run of equal name."""
+    run_dir: str = ""
+    """Where the event log is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +215,8 @@ class Verdict(Record):
     disagreements: tuple[Disagreement, ...] = ()
     tensors_total: int = 0
     notes: tuple[str, ...] = ()
+    operator: str = ""
+    """The operation in which results began to differ, with its module; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +298,7 @@ class Progress(Record):
 
     Attributes:
         first_step: First step of the window; `step` is the last.
-        counts: Verdicts in the window, the non-pass ones included.
+        counts: Outcomes in the window that have no record of their own: passes.
         comparisons: Comparisons of check 2 over all ranks.
         output_mismatches: Comparisons in which the bits of an output differed.
         gradient_mismatches: Comparisons in which some gradient fingerprint differed.
@@ -336,6 +356,8 @@ class CheckpointEvent(Record):
     result: CheckpointResult
     reason: GateReason
     detail: str = ""
+    path: str = ""
+    """Where it was written, if the caller of `save_checkpoint` said so."""
     audit_age: int | None = None
     """Steps since the last clean audit; None if there was none."""
 
@@ -380,6 +402,29 @@ class RunFinished(Record):
     state: GuardState
     reason: str
     exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """What a person decided about a device: one line of ``closed.jsonl``.
+
+    Attributes:
+        instance_id: Instance id of the device; "" for any.
+        gpu: Its GPU.
+        reason: Why, in words.
+        by: Who.
+        time: Unix time; evidence that comes later opens the suspect again.
+    """
+
+    instance_id: str
+    gpu: str
+    reason: str
+    by: str = ""
+    time: float
+
+    def covers(self, device: Device) -> bool:
+        """Whether it is about this device."""
+        return self.gpu == device[1] and self.instance_id in ("", device[0])
 
 
 AnyRecord = (
@@ -494,7 +539,7 @@ _RENAMED_IN_2: dict[str, dict[str, str]] = {
 }
 """Fields by the kind of record, or by the field that holds a list of them."""
 _WORDS_OF_1: dict[str, dict[str, str]] = {
-    "coverage": {"outputs_only": Coverage.OUTPUTS_ONLY.value},
+    "coverage": {"loss_only": Coverage.OUTPUTS_ONLY.value},
     "origin": {"loss": Origin.OUTPUT.value},
     "phase": {"screen": Phase.PROBE.value},
     "outcome": {"scale_differs": Outcome.UNATTRIBUTED.value},
@@ -507,6 +552,10 @@ def _from_schema_1(data: dict[str, Any]) -> dict[str, Any]:
     if data.get("outcome") == "scale_differs":
         data = {**data, "cause": Cause.SOFTWARE.value}
     upgraded: dict[str, Any] = _renamed(data, _RENAMED_IN_2.get(str(data.get("kind")), {}))
+    # Schema 1 counted verdicts that have records of their own once more.
+    if "counts" in upgraded:
+        passes = Outcome.PASS.value
+        upgraded["counts"] = [c for c in upgraded["counts"] if c.get("outcome") == passes]
     for entry in upgraded.get("durations", ()):
         if "seconds" in entry:
             check, phase = Check(entry["check"]), Phase(entry["phase"])

@@ -1,26 +1,33 @@
 """One run in one value: everything that summary.json, W&B's summary and the report's head say.
 
-`Fold` adds records one at a time and can be asked at any moment; `fold` takes them all. Counts
-cover every segment of a run directory; whether the run was checked, and whether it is tainted, is
-said of the latest segment, because a resumed run left the tainted replicas behind.
+`SummaryBuilder` adds records one at a time and can be asked at any moment; `fold` takes them all.
+Counts cover every segment of a run directory, and so do suspects, which are devices and not ranks,
+until a person closes them. State, taint and alarms are those of the newest segment, because a
+resumed run left the tainted replicas behind.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sdcwatch.core.outcomes import MEANINGS, alarm_word, gravest
 from sdcwatch.core.records import (
+    SHOWN,
+    Action,
+    Cause,
     Check,
     CheckpointEvent,
     CheckpointResult,
+    Closing,
     Count,
     Coverage,
+    Device,
     GuardState,
     Hang,
+    Origin,
     Outcome,
     PreflightDone,
     Progress,
@@ -35,6 +42,66 @@ from sdcwatch.core.records import (
     plain,
 )
 from sdcwatch.core.text import count, list_ranks
+from sdcwatch.core.topology import RankInfo
+
+FINDINGS_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """One-off mismatches of one device: wrong, and right when asked again.
+
+    Attributes:
+        rank: Where it ran at the last of them.
+        node: Its node.
+        instance_id: What a replacement request names.
+        gpu: Label of the device.
+        count: How many.
+        last_step: Step of the last.
+    """
+
+    rank: int
+    node: str
+    instance_id: str
+    gpu: str
+    count: int
+    last_step: int
+
+    @property
+    def device(self) -> Device:
+        """What struck."""
+        return self.instance_id, self.gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """An alarm in short, for lists of what happened last.
+
+    Attributes:
+        number: Which alarm of the run it is, counted from 1.
+        step: Its step.
+        time: Its unix time.
+        check: The check.
+        outcome: What it came to.
+        cause: Why.
+        action: What the guard did.
+        suspects: Who is named.
+        ranks: Whom it concerns besides.
+        operator: The operation in which a device computed wrongly, if known.
+        reason: One sentence.
+    """
+
+    number: int
+    step: int
+    time: float
+    check: Check
+    outcome: Outcome
+    cause: Cause
+    action: Action
+    suspects: tuple[Suspect, ...]
+    ranks: tuple[int, ...]
+    operator: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +121,30 @@ class RunSummary:
         fault_domain: "node" or "gpu".
         world_size: Ranks in the replica group.
         nodes: Names of the nodes.
+        run_id: Made with the run directory; tells runs of one name apart. Empty in old logs.
+        run_dir: Where the event log is.
         segments: Starts seen in the run directory.
+        vanished_segments: Earlier segments that never said how they ended.
         started_time: Unix time of the first start.
         last_time: Unix time of the latest record.
         last_step: Latest step.
-        steps: Steps guarded in all segments.
+        steps: Steps guarded in all segments; `plain_steps` without an audit, `audit_steps` with.
         loss: Last loss of the reporting rank.
         audits: Audits that compared something.
         clean_audits: Those that passed.
         comparisons: Comparisons of check 2 over all ranks.
         mismatches: Comparisons that did not match.
-        output_mismatches: Those whose outputs differed.
+        output_mismatches: Those in which the bits of an output differed.
         gradient_mismatches: Those in which a gradient differed.
         weight_checks: Runs of check 3.
         disagreements: Tensors on which replicas differed.
-        suspects: Named ranks, one per rank and check, counts added up.
-        strikes: One-off mismatches that did not repeat, by rank.
+        audited_ranks: Ranks compared in the last audit.
+        nonfinite_steps: Steps at which check 1 saw a non-finite value.
+        suspects: Named devices that nobody has closed, one per device and check, counts added up.
+        closed_suspects: Those that a person has closed, in the same way.
+        closings: What the person said, in the order of time.
+        strikes: One-off mismatches that did not repeat, by device.
+        findings: The last 20 alarms, oldest first.
         alarms: Verdicts that a person should hear of.
         first_alarm_step: Step of the first of them; None if there is none.
         verdicts: How often each check came to each outcome.
@@ -77,12 +152,14 @@ class RunSummary:
         checkpoints: Checkpoints by what became of them.
         last_good_checkpoint_step: Last checkpoint saved or confirmed; None if none.
         last_good_checkpoint_time: Its unix time, 0.0 if none.
+        last_good_checkpoint_path: Where it is, if the script said so.
         last_clean_audit_step: 0 if none yet.
         last_clean_audit_time: Its unix time, 0.0 if none.
         last_weight_check_step: Last passing run of check 3; 0 if none yet.
         last_weight_check_time: Its unix time, 0.0 if none.
         steps_at_risk: Updates since the last clean audit.
         hangs: Liveness checks in which somebody was absent.
+        absent_ranks: Ranks absent in the last of them; 0 again once a step completes.
         step_seconds: Wall time of all steps.
         overhead_seconds: Wall time spent in the guard, by check.
         overhead_ratio: Its share of the wall time of all steps; None before the first step.
@@ -100,11 +177,16 @@ class RunSummary:
     fault_domain: str = ""
     world_size: int = 0
     nodes: tuple[str, ...] = ()
+    run_id: str = ""
+    run_dir: str = ""
     segments: int = 0
+    vanished_segments: int = 0
     started_time: float = 0.0
     last_time: float = 0.0
     last_step: int = 0
     steps: int = 0
+    plain_steps: int = 0
+    audit_steps: int = 0
     loss: float | None = None
     audits: int = 0
     clean_audits: int = 0
@@ -114,8 +196,13 @@ class RunSummary:
     gradient_mismatches: int = 0
     weight_checks: int = 0
     disagreements: int = 0
+    audited_ranks: int = 0
+    nonfinite_steps: int = 0
     suspects: tuple[Suspect, ...] = ()
-    strikes: dict[int, int] = field(default_factory=dict)
+    closed_suspects: tuple[Suspect, ...] = ()
+    closings: tuple[Closing, ...] = ()
+    strikes: tuple[Strike, ...] = ()
+    findings: tuple[Finding, ...] = ()
     alarms: int = 0
     first_alarm_step: int | None = None
     verdicts: tuple[Count, ...] = ()
@@ -123,12 +210,14 @@ class RunSummary:
     checkpoints: dict[str, int] = field(default_factory=dict)
     last_good_checkpoint_step: int | None = None
     last_good_checkpoint_time: float = 0.0
+    last_good_checkpoint_path: str = ""
     last_clean_audit_step: int = 0
     last_clean_audit_time: float = 0.0
     last_weight_check_step: int = 0
     last_weight_check_time: float = 0.0
     steps_at_risk: int = 0
     hangs: int = 0
+    absent_ranks: int = 0
     step_seconds: float = 0.0
     overhead_seconds: dict[str, float] = field(default_factory=dict)
     overhead_ratio: float | None = None
@@ -138,10 +227,13 @@ class RunSummary:
         return {f.name: plain(getattr(self, f.name)) for f in fields(self)}
 
 
-def _merged(known: Suspect | None, new: Suspect, step: int) -> Suspect:
-    """Evidence of one rank and check added up; identity as last seen."""
+def _merged(known: Suspect | None, new: Suspect, record: Verdict) -> Suspect:
+    """Evidence of one device and check added up; identity as last seen."""
+    step = new.last_step or record.step
     if known is None:
-        return replace(new, first_step=new.first_step or step, last_step=new.last_step or step)
+        return replace(
+            new, first_step=new.first_step or record.step, last_step=step, last_time=record.time
+        )
     return replace(
         new,
         mismatches=known.mismatches + new.mismatches,
@@ -150,9 +242,23 @@ def _merged(known: Suspect | None, new: Suspect, step: int) -> Suspect:
         arbiters=tuple(sorted({*known.arbiters, *new.arbiters})),
         reproduced=new.reproduced if known.reproduced is None else known.reproduced,
         first_step=known.first_step,
-        last_step=max(known.last_step, new.last_step or step),
-        tensors=tuple(dict.fromkeys((*known.tensors, *new.tensors)))[:10],
+        last_step=max(known.last_step, step),
+        last_time=max(known.last_time, record.time),
+        tensors=tuple(dict.fromkeys((*known.tensors, *new.tensors)))[:SHOWN],
+        operator=new.operator or known.operator,
     )
+
+
+@dataclass(slots=True)
+class _Segment:
+    """What is said of the newest segment only."""
+
+    first_step: int = 0
+    tainted: bool = False
+    audited: bool = False
+    alarms: int = 0
+    first_alarm_step: int | None = None
+    words: set[RunWord] = field(default_factory=set)
 
 
 class SummaryBuilder:
@@ -160,18 +266,17 @@ class SummaryBuilder:
 
     def __init__(self) -> None:
         self._so_far = RunSummary()
-        self._counted: Counter[tuple[Check, Outcome]] = Counter()
-        self._recorded: Counter[tuple[Check, Outcome]] = Counter()
+        self._verdicts: Counter[tuple[Check, Outcome]] = Counter()
         self._skipped: Counter[str] = Counter()
         self._checkpoints: Counter[str] = Counter()
         self._overhead: Counter[str] = Counter()
-        self._suspects: dict[tuple[int, Check], Suspect] = {}
-        self._strikes: Counter[int] = Counter()
-        self._provisional: dict[int, float] = {}
-        self._words: set[RunWord] = set()
-        self._tainted = False
-        self._audited = False
-        self._segment_step = 0
+        self._ranks: dict[int, RankInfo] = {}
+        self._suspects: dict[tuple[Device, Check], Suspect] = {}
+        self._closings: list[Closing] = []
+        self._strikes: dict[Device, tuple[Strike, float]] = {}
+        self._findings: deque[Finding] = deque(maxlen=FINDINGS_KEPT)
+        self._provisional: dict[int, tuple[float, str]] = {}
+        self._newest = _Segment()
 
     def add(self, record: Record) -> None:
         """Take one record into account; kinds that say nothing about the whole are passed over."""
@@ -191,18 +296,25 @@ class SummaryBuilder:
         elif isinstance(record, (StateChanged, RunFinished)):
             self._add_state(record)
         elif isinstance(record, Hang):
-            self._set(hangs=self._so_far.hangs + 1)
+            self._set(hangs=self._so_far.hangs + 1, absent_ranks=len(record.absent))
+
+    def close(self, closing: Closing) -> None:
+        """Take into account what a person decided about a device."""
+        self._closings.append(closing)
+        self._closings.sort(key=lambda c: c.time)
 
     def _set(self, **changes: Any) -> None:
         self._so_far = replace(self._so_far, **changes)
 
     def _add_start(self, record: RunStarted) -> None:
         before = self._so_far
-        self._tainted = self._audited = False
-        self._words.clear()
-        self._segment_step = record.step
+        vanished = bool(before.segments) and not before.finished
+        self._newest = _Segment(first_step=record.step)
+        self._ranks = {info.rank: info for info in record.ranks}
         self._set(
             run=record.run,
+            run_id=record.run_id,
+            run_dir=record.run_dir,
             state=None,
             finished=False,
             exit_code=0,
@@ -213,11 +325,13 @@ class SummaryBuilder:
             world_size=len(record.ranks),
             nodes=tuple(dict.fromkeys(r.node for r in record.ranks)),
             segments=before.segments + 1,
+            vanished_segments=before.vanished_segments + vanished,
             started_time=before.started_time or record.time,
+            absent_ranks=0,
         )
 
     def _add_state(self, record: StateChanged | RunFinished) -> None:
-        self._tainted = self._tainted or record.state is GuardState.TAINTED
+        self._newest.tainted |= record.state is GuardState.TAINTED
         self._set(state=record.state)
         if isinstance(record, RunFinished):
             self._set(finished=True, exit_code=record.exit_code)
@@ -225,12 +339,15 @@ class SummaryBuilder:
     def _add_progress(self, record: Progress) -> None:
         before = self._so_far
         for entry in record.counts:
-            self._counted[entry.check, entry.outcome] += entry.count
+            self._verdicts[entry.check, entry.outcome] += entry.count
             if entry.check is Check.REPLAY and entry.outcome is Outcome.PASS and entry.count:
-                self._audited = True
+                self._newest.audited = True
         self._overhead.update(record.overhead_seconds)
+        steps = record.plain_steps + record.audit_steps
         self._set(
-            steps=before.steps + record.plain_steps + record.audit_steps,
+            steps=before.steps + steps,
+            plain_steps=before.plain_steps + record.plain_steps,
+            audit_steps=before.audit_steps + record.audit_steps,
             step_seconds=before.step_seconds + record.plain_seconds + record.audit_seconds,
             loss=before.loss if record.loss is None else record.loss,
             comparisons=before.comparisons + record.comparisons,
@@ -238,91 +355,154 @@ class SummaryBuilder:
             gradient_mismatches=before.gradient_mismatches + record.gradient_mismatches,
             weight_checks=before.weight_checks + record.weight_checks,
             disagreements=before.disagreements + record.disagreements,
+            audited_ranks=record.audited_ranks,
             last_clean_audit_step=record.last_clean_audit_step or before.last_clean_audit_step,
             last_clean_audit_time=record.last_clean_audit_time or before.last_clean_audit_time,
             last_weight_check_step=record.last_weight_check_step or before.last_weight_check_step,
             last_weight_check_time=record.last_weight_check_time or before.last_weight_check_time,
             steps_at_risk=record.steps_at_risk,
+            absent_ranks=0 if steps else before.absent_ranks,
         )
 
     def _add_verdict(self, record: Verdict) -> None:
-        before = self._so_far
-        self._recorded[record.check, record.outcome] += 1
-        if record.check is Check.REPLAY and record.outcome is Outcome.PASS:
-            self._audited = True
-        self._tainted = self._tainted or (record.check is Check.FINGERPRINT and record.failed)
+        before, newest = self._so_far, self._newest
+        self._verdicts[record.check, record.outcome] += 1
+        newest.audited |= record.check is Check.REPLAY and record.outcome is Outcome.PASS
+        newest.tainted |= record.check is Check.FINGERPRINT and record.failed
         if record.outcome is Outcome.SUSPECT:
             for suspect in record.suspects:
-                key = (suspect.rank, suspect.check)
-                self._suspects[key] = _merged(self._suspects.get(key), suspect, record.step)
+                key = (suspect.device, suspect.check)
+                self._suspects[key] = _merged(self._suspects.get(key), suspect, record)
         elif record.outcome is Outcome.NOT_REPRODUCED:
-            self._strikes.update([s.rank for s in record.suspects] or record.ranks)
-        self._set(mismatches=before.mismatches + sum(not c.note for c in record.comparisons))
+            self._add_strikes(record)
+        nonfinite = record.check is Check.NONFINITE and record.origin is not Origin.NONE
+        self._set(
+            mismatches=before.mismatches + sum(not c.note for c in record.comparisons),
+            nonfinite_steps=before.nonfinite_steps + nonfinite,
+        )
         if (word := alarm_word(record)) is not None:
-            self._words.add(word)
-            first = before.first_alarm_step
-            self._set(
-                alarms=before.alarms + 1,
-                first_alarm_step=record.step if first is None else first,
+            self._add_alarm(record, word)
+
+    def _add_alarm(self, record: Verdict, word: RunWord) -> None:
+        before, newest = self._so_far, self._newest
+        newest.alarms += 1
+        newest.first_alarm_step = newest.first_alarm_step or record.step
+        # A named suspect stays one until a person closes it, whatever the segment.
+        if word is not RunWord.SUSPECT or not record.suspects:
+            newest.words.add(word)
+        first = before.first_alarm_step
+        self._set(
+            alarms=before.alarms + 1,
+            first_alarm_step=record.step if first is None else first,
+        )
+        self._findings.append(
+            Finding(
+                number=before.alarms + 1,
+                step=record.step,
+                time=record.time,
+                check=record.check,
+                outcome=record.outcome,
+                cause=record.cause,
+                action=record.action,
+                suspects=record.suspects,
+                ranks=record.ranks,
+                operator=record.operator,
+                reason=record.reason,
             )
+        )
+
+    def _add_strikes(self, record: Verdict) -> None:
+        named = [(s.rank, s.node, s.instance_id, s.gpu) for s in record.suspects]
+        for rank in () if named else record.ranks:
+            info = self._ranks.get(rank)
+            where = ("", "", "") if info is None else (info.node, info.instance_id, info.gpu)
+            named.append((rank, *where))
+        for rank, node, instance_id, gpu in named:
+            # Of a rank that no start record knows only its number can tell it from others.
+            device = (instance_id, gpu or f"rank {rank}")
+            known = self._strikes.get(device)
+            strike = Strike(
+                rank=rank,
+                node=node,
+                instance_id=instance_id,
+                gpu=gpu,
+                count=1 + (known[0].count if known else 0),
+                last_step=record.step,
+            )
+            self._strikes[device] = (strike, record.time)
 
     def _add_checkpoint(self, record: CheckpointEvent) -> None:
         self._checkpoints[record.result.value] += 1
         if record.result is CheckpointResult.PROVISIONAL:
-            self._provisional[record.step] = record.time
+            self._provisional[record.step] = (record.time, record.path)
         elif record.result is CheckpointResult.SAVED:
-            self._good(record.step, record.time)
+            self._good(record.step, record.time, record.path)
         elif record.result is CheckpointResult.CONFIRMED:
             # The record may carry the step of the checkpoint or of the audit that confirmed it.
             at = max((s for s in self._provisional if s <= record.step), default=record.step)
-            self._good(at, self._provisional.get(at, record.time))
+            time, path = self._provisional.get(at, (record.time, record.path))
+            self._good(at, time, record.path or path)
 
-    def _good(self, step: int, time: float) -> None:
-        self._set(last_good_checkpoint_step=step, last_good_checkpoint_time=time)
+    def _good(self, step: int, time: float, path: str) -> None:
+        self._set(
+            last_good_checkpoint_step=step,
+            last_good_checkpoint_time=time,
+            last_good_checkpoint_path=path,
+        )
 
-    def _word(self) -> tuple[RunWord, str]:
-        """The run in one word, the gravest that holds, and why.
+    def _is_closed(self, device: Device, last_time: float) -> bool:
+        return any(c.covers(device) and c.time >= last_time for c in self._closings)
 
-        State, taint and alarms are those of the newest segment; suspects are those of all.
-        """
-        so_far = self._so_far
-        if self._tainted:
+    def _named(self, suspects: Sequence[Suspect]) -> str:
+        """Who is suspect: by rank, but a device that runs elsewhere now by its own name."""
+        here = {info.rank: (info.instance_id, info.gpu) for info in self._ranks.values()}
+        ranks = {s.rank for s in suspects if here.get(s.rank) == s.device}
+        gone = {
+            s.device: f"{s.gpu} on {s.node} (rank {s.rank} then)"
+            for s in suspects
+            if here.get(s.rank) != s.device
+        }
+        return " and ".join([list_ranks(ranks)] * bool(ranks) + list(gone.values()))
+
+    def _word(self, suspects: Sequence[Suspect]) -> tuple[RunWord, str]:
+        """The run in one word, the gravest that holds, and why."""
+        so_far, newest = self._so_far, self._newest
+        if newest.tainted:
             return (
                 RunWord.TAINTED,
                 "the replicas held different weights: later checkpoints are withheld",
             )
-        if self._suspects:
-            named = list_ranks(rank for rank, _ in self._suspects)
-            first = min(s.first_step for s in self._suspects.values())
-            return RunWord.SUSPECT, f"{named} named, first at step {first}"
-        worst = gravest(self._words)
+        if suspects:
+            first = min(s.first_step for s in suspects)
+            return RunWord.SUSPECT, f"{self._named(suspects)} named, first at step {first}"
+        worst = gravest(newest.words)
+        alarms = count(newest.alarms, "alarm")
         if worst is RunWord.SUSPECT:  # a record that kept no evidence
-            return worst, f"a rank was named, first at step {so_far.first_alarm_step}"
+            return worst, f"a rank was named, first at step {newest.first_alarm_step}"
         if worst in (RunWord.UNATTRIBUTED, RunWord.NONDETERMINISTIC):
-            return worst, f"{count(so_far.alarms, 'alarm')}, and no rank can be named"
+            return worst, f"{alarms}, and no rank can be named"
         if worst is not None:
-            return worst, f"{count(so_far.alarms, 'alarm')}, none of which points to a device"
+            return worst, f"{alarms}, none of which points to a device"
         if so_far.coverage is Coverage.OFF:
             return RunWord.NOT_CHECKED, "the replay audit is off on this model and machine"
-        if not self._audited:
-            since = f" since step {self._segment_step}" if self._segment_step else ""
+        if not newest.audited:
+            since = f" since step {newest.first_step}" if newest.first_step else ""
             checks = count(so_far.weight_checks, "weight check")
             return RunWord.NOT_CHECKED, f"no audit has been clean{since}; {checks}"
-        audits = count(self._totals()[Check.REPLAY, Outcome.PASS], "clean audit")
-        checks = f"{count(so_far.weight_checks, 'weight check')}, no alarm"
+        audits = count(self._verdicts[Check.REPLAY, Outcome.PASS], "clean audit")
+        quiet = "no alarm" if not newest.alarms else "every suspect closed"
+        checks = f"{count(so_far.weight_checks, 'weight check')}, {quiet}"
         if so_far.coverage is Coverage.OUTPUTS_ONLY:
             return RunWord.PARTLY_CHECKED, f"{audits} of outputs only and {checks}"
         return RunWord.CLEAN, f"{audits} and {checks}"
 
-    def _totals(self) -> Counter[tuple[Check, Outcome]]:
-        # A crash can lose the count of a verdict whose record was written, and passes have no
-        # record of their own: the larger of the two is right in either case.
-        return self._counted | self._recorded
-
     def summary(self) -> RunSummary:
         """The run so far."""
-        word, reason = self._word()
-        totals = self._totals()
+        named = sorted(self._suspects.values(), key=lambda s: (s.rank, s.check, s.device))
+        closed = [s for s in named if self._is_closed(s.device, s.last_time)]
+        suspects = tuple(s for s in named if s not in closed)
+        word, reason = self._word(suspects)
+        totals = self._verdicts
         replays = {outcome: n for (check, outcome), n in totals.items() if check is Check.REPLAY}
         so_far, overhead = self._so_far, sum(self._overhead.values())
         return replace(
@@ -332,8 +512,15 @@ class SummaryBuilder:
             audits=sum(n for outcome, n in replays.items() if MEANINGS[outcome].compared),
             clean_audits=replays.get(Outcome.PASS, 0),
             mismatches=max(so_far.mismatches, so_far.output_mismatches, so_far.gradient_mismatches),
-            suspects=tuple(self._suspects[key] for key in sorted(self._suspects)),
-            strikes=dict(sorted(self._strikes.items())),
+            suspects=suspects,
+            closed_suspects=tuple(closed),
+            closings=tuple(self._closings),
+            strikes=tuple(
+                strike
+                for strike, last_time in sorted(self._strikes.values(), key=lambda s: s[0].rank)
+                if not self._is_closed(strike.device, last_time)
+            ),
+            findings=tuple(self._findings),
             verdicts=tuple(
                 Count(check=check, outcome=outcome, count=totals[check, outcome])
                 for check in Check

@@ -47,7 +47,7 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.replay import Named
-from sdcwatch.core.summary import RunSummary, SummaryBuilder
+from sdcwatch.core.summary import RunSummary
 from sdcwatch.core.text import list_ranks
 from sdcwatch.core.topology import Topology
 
@@ -61,6 +61,11 @@ PROGRESS_SECONDS = 1.0
 
 class Emitter(Protocol):
     """Takes records; never raises and never blocks on anything but the event log."""
+
+    @property
+    def summary(self) -> RunSummary:
+        """The run so far, earlier segments included."""
+        ...
 
     def emit(self, record: Record) -> None:
         """Take one record."""
@@ -102,7 +107,9 @@ class Window:
     @property
     def empty(self) -> bool:
         """Whether nothing happened."""
-        return not (self.counts or self.plain_steps or self.audit_steps)
+        counted = self.comparisons or self.weight_checks or self.disagreements
+        steps = self.plain_steps or self.audit_steps
+        return not (self.counts or counted or steps or self.durations)
 
 
 class Reporter:
@@ -125,7 +132,6 @@ class Reporter:
     ) -> None:
         self._sink = sink
         self._summary_path, self._leader = summary_path, leader
-        self._fold = SummaryBuilder()
         self._last = time.monotonic()
         self._said: set[str] = set()
         self.window = Window(start_step + 1)
@@ -168,7 +174,6 @@ class Reporter:
     def emit(self, record: Record) -> None:
         """Give out a record that is no progress; progress so far goes first."""
         if isinstance(record, Verdict):
-            self.window.counts[(record.check, record.outcome)] += 1
             self.window.disagreements += len(record.disagreements)
         self.flush()
         self._out(record)
@@ -240,7 +245,7 @@ class Reporter:
         self.flush()
         self._write_summary()
         if self._leader and self._summary_path is not None:
-            LOG.info(closing_line(self._fold.summary(), self._summary_path.parent))
+            LOG.info(closing_line(self._sink.summary, self._summary_path.parent))
         self._sink.close(timeout_seconds)
 
     def _progress(self, window: Window) -> Progress:
@@ -274,13 +279,12 @@ class Reporter:
         )
 
     def _out(self, record: Record) -> None:
-        self._fold.add(record)
         self._sink.emit(record)
 
     def _write_summary(self) -> None:
         if self._summary_path is None:
             return
-        text = json.dumps(self._fold.summary().to_dict(), indent=2, sort_keys=True)
+        text = json.dumps(self._sink.summary.to_dict(), indent=2, sort_keys=True)
         temporary = self._summary_path.with_suffix(".tmp")
         try:
             temporary.write_text(text + "\n")

@@ -88,7 +88,7 @@ def sentences(summary: RunSummary) -> list[str]:
     """The run in plain words, the most important thing first."""
     said = [_finding(summary)]
     if summary.strikes:
-        struck = list_ranks(summary.strikes).capitalize()
+        struck = list_ranks(s.rank for s in summary.strikes).capitalize()
         said.append(f"{struck}: wrong once and right when asked again, which counts as a strike.")
     skipped = sum(summary.skipped.values())
     if skipped:

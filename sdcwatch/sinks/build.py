@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from sdcwatch.sinks.dispatch import Dispatcher
-from sdcwatch.sinks.exporters import exporting_ranks
-from sdcwatch.sinks.jsonl import JsonlSink
+from sdcwatch.sinks.jsonl import EVENTS, JsonlSink, RunSoFar
 from sdcwatch.sinks.wandb import active_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from sdcwatch.config import LauncherEnvironment, TelemetryConfig
+    from sdcwatch.config import Export, LauncherEnvironment, TelemetryConfig
     from sdcwatch.core.records import RunStarted
+    from sdcwatch.core.topology import RankInfo
     from sdcwatch.sinks.base import Sink
     from sdcwatch.sinks.otel import Identity, OtelSink
 
@@ -49,12 +49,17 @@ def build_sinks(  # noqa: PLR0913  the seam between guard and sinks: everything 
     leader = min(info.rank for info in start.ranks)
     log = _event_log(run_dir, rank, leader)
     lines = [f"Events are written to {log.path}."] if rank == leader else []
+    exports = telemetry != "off" and rank in exporting_ranks(start.ranks, telemetry.export)
+    # Others have nobody to tell about earlier segments, and may not see the leader's directory.
+    so_far = RunSoFar(run_dir if rank == leader or exports else None)
+    if so_far.problem and rank == leader:
+        lines.append(f"Warning: {so_far.problem}.")
     if telemetry == "off":
-        return Dispatcher(extra, direct=[log]), tuple(lines)
+        return Dispatcher(extra, direct=[log], run=so_far), tuple(lines)
     builder = _Builder(telemetry, start, rank, local_rank, environment)
     if rank == leader:
         builder.attempt("W&B", lambda: builder.add_wandb(run_dir))
-    if rank in exporting_ranks(start.ranks, telemetry.export):
+    if exports:
         builder.attempt("OpenTelemetry", builder.add_otel)
         if rank == leader and telemetry.logs:
             builder.attempt("OpenTelemetry logs", builder.add_logs)
@@ -64,6 +69,7 @@ def build_sinks(  # noqa: PLR0913  the seam between guard and sinks: everything 
         close_seconds=telemetry.close_seconds,
         direct=[log],
         linger_seconds=telemetry.linger_seconds,
+        run=so_far,
     )
     if builder.otel is not None:
         builder.otel.watch(lambda: dispatcher.counts)
@@ -72,8 +78,26 @@ def build_sinks(  # noqa: PLR0913  the seam between guard and sinks: everything 
 
 def _event_log(run_dir: Path, rank: int, leader: int) -> JsonlSink:
     if rank == leader:
-        return JsonlSink(run_dir / "events.jsonl")
+        return JsonlSink(run_dir / EVENTS)
     return JsonlSink(run_dir / f"events-rank{rank}.jsonl", kinds=OWN_KINDS)
+
+
+def exporting_ranks(ranks: Sequence[RankInfo], export: Export) -> tuple[int, ...]:
+    """The ranks that export metrics.
+
+    Args:
+        ranks: Identity of each rank.
+        export: "leader": the lowest rank; "node": the lowest rank of each node; "all".
+    """
+    ordered = sorted(ranks, key=lambda info: info.rank)
+    if export == "all":
+        return tuple(info.rank for info in ordered)
+    if export == "node":
+        first: dict[str, int] = {}
+        for info in ordered:
+            first.setdefault(info.node, info.rank)
+        return tuple(sorted(first.values()))
+    return tuple(info.rank for info in ordered[:1])
 
 
 class _Builder:

@@ -3,7 +3,8 @@
 Sinks that must be durable (`direct`: the event log) are written on the calling thread. Each other
 sink has a bounded queue and one worker thread of its own: with one thread for all, a W&B call that
 blocks for a minute would freeze /metrics for that minute. A full queue loses the new record and
-counts it. A forked child (a DataLoader worker) has none of the threads and must not report the
+counts it. The stream is folded here, once: summary.json, gauges and W&B all take the run so far
+from it. A forked child (a DataLoader worker) has none of the threads and must not report the
 parent's run a second time: in it every method does nothing.
 """
 
@@ -18,7 +19,9 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sdcwatch.sinks.base import Sink, SinkCounts, catalogue_name
+from sdcwatch.core.summary import RunSummary
+from sdcwatch.sinks.base import BaseSink, Sink, SinkCounts, catalogue_name, completed
+from sdcwatch.sinks.jsonl import RunSoFar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,24 +29,24 @@ if TYPE_CHECKING:
 
     from sdcwatch.core.records import Record
 
-    _Queue: TypeAlias = "queue.Queue[Record | None]"
+    _Given: TypeAlias = "tuple[Record, RunSummary]"
+    _Queue: TypeAlias = "queue.Queue[_Given | None]"
 
 _POLL_SECONDS = 0.005
 _MARGIN_SECONDS = 0.25  # what a sink may be late by before its thread is left behind
 
 
-class _Lane:
+class SinkWorker:
     """One sink, its queue and its thread."""
 
-    def __init__(self, sink: Sink, counts: SinkCounts, queue_size: int) -> None:
+    def __init__(self, sink: BaseSink, counts: SinkCounts, queue_size: int) -> None:
         self.sink = sink
         self.counts = counts
         self._queue: _Queue = queue.Queue(queue_size)
         self._deadline: float | None = None
         self._abandoned = False
         self._busy = False
-        if (attach := getattr(sink, "attach", None)) is not None:
-            attach(counts)  # for what it loses after `emit` has returned
+        sink.attach(counts)
         self._thread = threading.Thread(
             target=self._work, name=f"sdcwatch-{sink.name}", daemon=True
         )
@@ -54,10 +57,10 @@ class _Lane:
         """Records that wait, and the one being served."""
         return self._queue.unfinished_tasks
 
-    def put(self, record: Record) -> None:
+    def put(self, given: _Given) -> None:
         """Queue one record, or count it as lost."""
         try:
-            self._queue.put_nowait(record)
+            self._queue.put_nowait(given)
         except queue.Full:
             self.counts.dropped["queue_full"] += 1
         self.counts.waiting = self._queue.qsize()
@@ -81,9 +84,8 @@ class _Lane:
 
     def hurry(self) -> None:
         """Cut a lingering sink short and give it a moment to clean up."""
-        hurry = getattr(self.sink, "hurry", None)
-        if hurry is not None:
-            hurry()
+        self.sink.hurry()
+        if self.sink.lingers:
             self._thread.join(_MARGIN_SECONDS)
 
     def _unfinished(self) -> int:
@@ -97,12 +99,12 @@ class _Lane:
         while not self._abandoned:
             if self._deadline is not None and self._queue.empty():
                 break
-            record = self._queue.get()
+            given = self._queue.get()
             self.counts.waiting = self._queue.qsize()
-            if record is not None:
+            if given is not None:
                 self._busy = True
                 try:
-                    self.sink.emit(record)
+                    self.sink.receive(*given)
                 except Exception as error:  # a sink may fail in any way; the run goes on
                     _count_error(self.counts, error)
                 self._busy = False
@@ -112,7 +114,7 @@ class _Lane:
         _close(self.sink, self.counts, max(0.0, (self._deadline or 0.0) - time.monotonic()))
 
 
-def _close(sink: Sink, counts: SinkCounts, seconds: float) -> None:
+def _close(sink: BaseSink, counts: SinkCounts, seconds: float) -> None:
     try:
         sink.close(seconds)
     except Exception as error:
@@ -134,6 +136,10 @@ class Dispatcher:
         direct: Written on the calling thread, before the others.
         linger_seconds: Added to the budget of sinks with a true attribute ``lingers``: an endpoint
             that stays up until it has been scraped once more.
+        run: The run before the first record: earlier segments of a resumed one.
+
+    Attributes:
+        workers: One for each of `sinks`.
     """
 
     def __init__(
@@ -143,6 +149,7 @@ class Dispatcher:
         close_seconds: float = 2.0,
         direct: Sequence[Sink] = (),
         linger_seconds: float = 0.0,
+        run: RunSoFar | None = None,
     ) -> None:
         self.close_seconds = close_seconds
         self.linger_seconds = linger_seconds
@@ -153,22 +160,31 @@ class Dispatcher:
         self._waiting: deque[Record] = deque()
         self._emitting: int | None = None  # the thread that does
         self._close_after: float | None = None
-        self._direct = [(sink, SinkCounts(catalogue_name(sink.name))) for sink in direct]
-        self._lanes = [_Lane(s, SinkCounts(catalogue_name(s.name)), queue_size) for s in sinks]
+        self._run = run or RunSoFar()
+        self._direct = [(completed(s), SinkCounts(catalogue_name(s.name))) for s in direct]
+        self.workers = [
+            SinkWorker(completed(s), SinkCounts(catalogue_name(s.name)), queue_size) for s in sinks
+        ]
         _release_in_children(self)
 
     @property
     def counts(self) -> tuple[SinkCounts, ...]:
         """The counts of each sink, live."""
-        return (*(c for _, c in self._direct), *(lane.counts for lane in self._lanes))
+        return (*(c for _, c in self._direct), *(worker.counts for worker in self.workers))
 
     @property
     def links(self) -> dict[str, str]:
         """Places a person can open, as the sinks know them; for `RunStarted.links`."""
         found: dict[str, str] = {}
-        for sink in (*(s for s, _ in self._direct), *(lane.sink for lane in self._lanes)):
-            found.update(getattr(sink, "links", {}))
+        for sink in (*(s for s, _ in self._direct), *(worker.sink for worker in self.workers)):
+            found.update(sink.links)
         return found
+
+    @property
+    def summary(self) -> RunSummary:
+        """The run so far, earlier segments included."""
+        with self._one_at_a_time:
+            return self._run.summary
 
     def emit(self, record: Record) -> None:
         """Give one record to every sink; returns at once, whatever the sinks do."""
@@ -192,22 +208,26 @@ class Dispatcher:
                 self.close(self._close_after)
 
     def _give(self, record: Record) -> None:
+        self._run.add(record)
+        summary = self._run.summary
         for sink, counts in self._direct:
-            self._emit_direct(sink, counts, record)
-        for lane in self._lanes:
+            self._emit_direct(sink, counts, record, summary)
+        for worker in self.workers:
             if self._closed:
-                lane.counts.dropped["closed"] += 1
+                worker.counts.dropped["closed"] += 1
                 continue
-            lane.counts.events += 1
-            lane.put(record)
+            worker.counts.events += 1
+            worker.put((record, summary))
 
-    def _emit_direct(self, sink: Sink, counts: SinkCounts, record: Record) -> None:
+    def _emit_direct(
+        self, sink: BaseSink, counts: SinkCounts, record: Record, summary: RunSummary
+    ) -> None:
         if self._closed:
             counts.dropped["closed"] += 1
             return
         counts.events += 1
         try:
-            sink.emit(record)
+            sink.receive(record, summary)
         except Exception as error:
             _count_error(counts, error)
 
@@ -218,7 +238,7 @@ class Dispatcher:
             Whether that was so within the time.
         """
         deadline = time.monotonic() + timeout_seconds
-        while any(lane.pending for lane in self._lanes):
+        while any(worker.pending for worker in self.workers):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_SECONDS)
@@ -242,26 +262,23 @@ class Dispatcher:
             self._close_after = budget
             return
         self._closed = True
-        for lane in self._lanes:
-            lingers = bool(getattr(lane.sink, "lingers", False))
-            lane.begin_close(budget + (self.linger_seconds if lingers else 0.0))
+        for worker in self.workers:
+            worker.begin_close(budget + (self.linger_seconds if worker.sink.lingers else 0.0))
         for sink, counts in self._direct:
             _close(sink, counts, budget)
         try:
-            for lane in self._lanes:
-                lane.finish_close()
+            for worker in self.workers:
+                worker.finish_close()
         except KeyboardInterrupt:
-            for lane in self._lanes:
-                lane.hurry()
+            for worker in self.workers:
+                worker.hurry()
             raise
 
     def _release(self) -> None:
         """In a forked child: let go of sockets that the parent serves."""
-        for lane in self._lanes:
-            release = getattr(lane.sink, "release_in_child", None)
-            if release is not None:
-                with contextlib.suppress(Exception):
-                    release()
+        for worker in self.workers:
+            with contextlib.suppress(Exception):
+                worker.sink.release_in_child()
 
 
 def _release_in_children(dispatcher: Dispatcher) -> None:

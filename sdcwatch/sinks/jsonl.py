@@ -1,26 +1,40 @@
-"""The event log: one JSON record per line, written and flushed before `emit` returns.
+"""The files of a run directory: the event log, and what a person has closed.
 
-It is the durable truth of a run, so it is written on the thread that reports and not by a worker:
+The event log holds one JSON record per line, written and flushed before `emit` returns. It is the
+durable truth of a run, so it is written on the thread that reports and not by a worker:
 what the guard says before it waits for another rank is on disk while it waits. The file is only
 ever appended to. A process that dies in mid-line leaves a torn line; the next segment starts on a
 fresh one, and readers skip what is no record.
+
+What a person decides with ``sdcwatch close`` goes into a file of its own, because appending to the
+log of a run that lives, on another host, would race with it. The run looks into that file.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
+import os
+import time
+import uuid
 from typing import TYPE_CHECKING, BinaryIO
 
-from sdcwatch.core.records import Record, decode, encode
+from sdcwatch.core.records import Closing, Record, RunStarted, build, decode, encode, plain
+from sdcwatch.core.summary import RunSummary, SummaryBuilder
+from sdcwatch.sinks.base import BaseSink
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from pathlib import Path
 
+EVENTS = "events.jsonl"
 EVENTS_PATTERN = "events*.jsonl"
+CLOSED = "closed.jsonl"
+LOOK_SECONDS = 2.0
+"""Between two looks of a live run for what a person has closed."""
 
 
-class JsonlSink:
+class JsonlSink(BaseSink):
     """Appends records to a file, which it opens at the first of them.
 
     Args:
@@ -89,20 +103,38 @@ def event_files(run_dir: Path) -> tuple[Path, ...]:
     return tuple(sorted(run_dir.glob(EVENTS_PATTERN)))
 
 
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file that are JSON, with their numbers, without holding the file in memory."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = raw.decode("utf-8", errors="replace").strip()
+            try:
+                json.loads(line)
+            except json.JSONDecodeError:
+                continue  # empty, or torn by a crash or a full disk
+            yield number, line
+
+
 def _records(path: Path) -> Iterator[Record]:
-    for number, raw in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        line = raw.decode("utf-8", errors="replace").strip()
-        if not line:
-            continue
-        try:
-            json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a line torn by a crash or a full disk
-        try:
-            yield decode(line)
-        except ValueError as error:
-            msg = f"{path.name}, line {number}: {error}"
-            raise ValueError(msg) from error
+    return (_decoded(path, number, line) for number, line in _lines(path))
+
+
+def _decoded(path: Path, number: int, line: str) -> Record:
+    try:
+        return decode(line)
+    except ValueError as error:
+        msg = f"{path.name}, line {number}: {error}"
+        raise ValueError(msg) from error
+
+
+def stream_records(run_dir: Path) -> Iterator[Record]:
+    """Every whole record of a run's event logs by time, one at a time.
+
+    Raises:
+        ValueError: A line is JSON and no record of a schema this package knows.
+    """
+    logs = [_records(path) for path in event_files(run_dir)]
+    return heapq.merge(*logs, key=lambda record: record.time)
 
 
 def read_records(run_dir: Path) -> list[Record]:
@@ -112,9 +144,104 @@ def read_records(run_dir: Path) -> list[Record]:
         FileNotFoundError: There is no event log in `run_dir`.
         ValueError: A line is JSON and no record of a schema this package knows.
     """
-    files = event_files(run_dir)
-    if not files:
+    if not event_files(run_dir):
         msg = f"Expected {EVENTS_PATTERN} in {run_dir}, but got none. Pass the run's directory."
         raise FileNotFoundError(msg)
-    found = [record for path in files for record in _records(path)]
-    return sorted(found, key=lambda record: record.time)
+    return sorted(stream_records(run_dir), key=lambda record: record.time)
+
+
+def append_closing(run_dir: Path, closing: Closing) -> None:
+    """Write down what a person has decided; a run that lives sees it within seconds.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    line = json.dumps(plain(closing), allow_nan=False) + "\n"
+    with (run_dir / CLOSED).open("ab") as file:
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_closings(run_dir: Path) -> list[Closing]:
+    """What persons have closed in a run; lines that cannot be read are passed over."""
+    path = run_dir / CLOSED
+    lines = _lines(path) if path.is_file() else ()
+    return [closing for _, line in lines if (closing := _closing(line)) is not None]
+
+
+def _closing(line: str) -> Closing | None:
+    try:
+        closing: Closing = build(Closing, json.loads(line))
+    except (TypeError, AttributeError, ValueError):
+        return None
+    return closing
+
+
+def run_id_of(run_dir: Path) -> str:
+    """The id of the run in this directory: that of its earlier segments, or a new one."""
+    known = ""
+    path = run_dir / EVENTS
+    for _, line in _lines(path) if path.is_file() else ():
+        data = json.loads(line)
+        if isinstance(data, dict) and data.get("kind") == RunStarted.kind:
+            known = str(data.get("run_id") or known)
+    return known or uuid.uuid4().hex
+
+
+class RunSoFar:
+    """The run up to now: earlier segments, records as they come, and what a person has closed.
+
+    Args:
+        run_dir: Where earlier segments are and closings will be; None for neither.
+
+    Attributes:
+        problem: Why earlier segments could not be read to their end; empty if they could.
+    """
+
+    def __init__(self, run_dir: Path | None = None) -> None:
+        self.problem = ""
+        self._run_dir = run_dir
+        self._builder = SummaryBuilder()
+        self._closings = 0
+        self._seen: tuple[int, int] | None = None
+        self._look_at = 0.0
+        self._summary: RunSummary | None = None
+        if run_dir is not None:
+            self._read_earlier(run_dir)
+
+    def add(self, record: Record) -> None:
+        """Take one record into account."""
+        self._builder.add(record)
+        self._summary = None
+
+    @property
+    def summary(self) -> RunSummary:
+        """The run so far."""
+        if self._run_dir is not None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            self._take_closings(self._run_dir)
+        if self._summary is None:
+            self._summary = self._builder.summary()
+        return self._summary
+
+    def _read_earlier(self, run_dir: Path) -> None:
+        try:
+            for record in stream_records(run_dir):
+                self._builder.add(record)
+        except (OSError, ValueError) as error:
+            self.problem = f"earlier segments in {run_dir} cannot be read: {error}"
+
+    def _take_closings(self, run_dir: Path) -> None:
+        try:
+            status = (run_dir / CLOSED).stat()
+            if (seen := (status.st_mtime_ns, status.st_size)) == self._seen:
+                return
+            closings = read_closings(run_dir)
+        except OSError:  # none yet, or a file system that does not answer: look again later
+            return
+        self._seen = seen
+        for closing in closings[self._closings :]:
+            self._builder.close(closing)
+        self._closings = len(closings)
+        self._summary = None

@@ -3,21 +3,20 @@
 Standard library only. `otel` applies what comes out of here to instruments; the rule for each kind
 of record can be read and tested without an SDK.
 
-Totals come from `Progress`, which counts everything in its window, non-pass verdicts included. A
-`Verdict` adds what `Progress` cannot carry: who, where and why. Verdicts are counted by whichever
-of the two has seen more of them, so none counts twice and none is lost when a crash follows it.
+Counters count what this process saw: passes from `Progress`, every other outcome once, from its
+record. Levels are fields of the run's summary, which knows the earlier segments of the run too.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from functools import singledispatchmethod
 from itertools import product
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from sdcwatch.core import catalog
 from sdcwatch.core.records import (
     Cause,
     Check,
@@ -26,6 +25,7 @@ from sdcwatch.core.records import (
     Coverage,
     GateReason,
     GuardState,
+    Hang,
     Origin,
     Outcome,
     PreflightDone,
@@ -34,33 +34,91 @@ from sdcwatch.core.records import (
     Record,
     RunFinished,
     RunStarted,
+    RunWord,
     SkipReason,
     StateChanged,
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.core.summary import SummaryBuilder
+from sdcwatch.core.text import clock, evidence, list_ranks, shortened
 from sdcwatch.sinks.base import without_user_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from sdcwatch.core.records import Suspect
-    from sdcwatch.core.topology import RankInfo
+    from sdcwatch.core.catalog import Metric
+    from sdcwatch.core.records import Device, Suspect
+    from sdcwatch.core.summary import Finding, RunSummary, Strike
 
-_Came: TypeAlias = tuple[Check, Outcome]
+REASON_LENGTH = 160
+"""Characters of a reason that an info metric carries; the event log has all of it."""
 
-NONFINITE_SETS = tuple(product((Origin.LOCAL, Origin.REDUCED, Origin.OUTPUT), list(Cause)[1:]))
+VERDICT_SETS: tuple[tuple[Check, Outcome, Cause], ...] = (
+    *(
+        (Check.NONFINITE, outcome, cause)
+        for outcome, causes in (
+            (Outcome.PASS, (Cause.NONE,)),
+            (Outcome.SUSPECT, (Cause.DEVICE, Cause.REDUCTION)),
+            (Outcome.REPRODUCIBLE, (Cause.DATA, Cause.SCALING)),
+            (Outcome.UNATTRIBUTED, (Cause.UNKNOWN, Cause.REDUCTION, Cause.OUTSIDE)),
+            (Outcome.NOT_REPRODUCED, (Cause.DEVICE, Cause.REDUCTION, Cause.UNKNOWN)),
+            (Outcome.NONDETERMINISTIC, (Cause.UNKNOWN,)),
+            (Outcome.INCONCLUSIVE, (Cause.UNKNOWN,)),
+            (Outcome.WIDESPREAD, (Cause.UNKNOWN, Cause.WEIGHTS)),
+            (Outcome.NOT_REDUCED, (Cause.NONE, Cause.SOFTWARE)),
+        )
+        for cause in causes
+    ),
+    *(
+        (Check.REPLAY, outcome, cause)
+        for outcome, causes in (
+            (Outcome.PASS, (Cause.NONE,)),
+            (Outcome.SUSPECT, (Cause.NONE, Cause.DEVICE)),
+            (Outcome.UNATTRIBUTED, (Cause.NONE, Cause.UNKNOWN, Cause.SOFTWARE)),
+            (Outcome.INCONCLUSIVE, (Cause.NONE,)),
+            (Outcome.NOT_REPRODUCED, (Cause.NONE,)),
+            (Outcome.NONDETERMINISTIC, (Cause.NONE,)),
+            (Outcome.WIDESPREAD, (Cause.NONE,)),
+            (Outcome.TRANSPORT, (Cause.NONE,)),
+            (Outcome.DIFFERS, (Cause.NONE, Cause.UNKNOWN, Cause.SOFTWARE)),
+            (Outcome.VOID, (Cause.NONE,)),
+            (Outcome.NOT_RUN, (Cause.NONE,)),
+        )
+        for cause in causes
+    ),
+    *(
+        (Check.FINGERPRINT, outcome, cause)
+        for outcome, causes in (
+            (Outcome.PASS, (Cause.NONE,)),
+            (Outcome.SUSPECT, (Cause.NONE, Cause.DEVICE)),
+            (Outcome.UNATTRIBUTED, (Cause.NONE, Cause.UNKNOWN, Cause.SOFTWARE)),
+        )
+        for cause in causes
+    ),
+)
+"""What checks come to, and why: exported as 0 from the start."""
+
+NONFINITE_SETS: tuple[tuple[Origin, Cause], ...] = (
+    *product(
+        (Origin.LOCAL, Origin.OUTPUT),
+        (Cause.DEVICE, Cause.DATA, Cause.SCALING, Cause.OUTSIDE, Cause.WEIGHTS, Cause.UNKNOWN),
+    ),
+    *product((Origin.REDUCED,), (Cause.REDUCTION, Cause.SCALING, Cause.WEIGHTS, Cause.UNKNOWN)),
+)
 """Where a non-finite value is seen and why, as far as both are known."""
 
 CHECKPOINT_SETS = (
     (CheckpointResult.SAVED, GateReason.OK),
+    (CheckpointResult.SAVED, GateReason.FRAMEWORK),
     (CheckpointResult.PROVISIONAL, GateReason.OK),
+    (CheckpointResult.PROVISIONAL, GateReason.FRAMEWORK),
+    (CheckpointResult.PROVISIONAL, GateReason.NO_AUDIT),
+    (CheckpointResult.PROVISIONAL, GateReason.DIFFERS),
     (CheckpointResult.CONFIRMED, GateReason.OK),
     *(
         (CheckpointResult.WITHHELD, reason)
         for reason in GateReason
-        if reason not in (GateReason.OK, GateReason.SAVE_ERROR)
+        if reason not in (GateReason.OK, GateReason.SAVE_ERROR, GateReason.FRAMEWORK)
     ),
     (CheckpointResult.FAILED, GateReason.SAVE_ERROR),
 )
@@ -72,19 +130,19 @@ class Measurement:
     """One measurement: added to a counter, set on a gauge, recorded by a histogram.
 
     Attributes:
-        metric: Its name in the catalogue.
+        metric: The metric.
         value: An increment for counters.
         attributes: Every attribute of the metric.
     """
 
-    metric: str
+    metric: Metric
     value: float
     attributes: Mapping[str, str]
 
 
-def _m(metric: str, value: float, **attributes: object) -> Measurement:
+def _m(metric: Metric, value: float, **attributes: object) -> Measurement:
     words = {k: str(v.value if isinstance(v, Enum) else v) for k, v in attributes.items()}
-    return Measurement(f"sdcwatch.{metric}", value, words)
+    return Measurement(metric, value, words)
 
 
 class RecordMetrics:
@@ -96,17 +154,39 @@ class RecordMetrics:
 
     def __init__(self, links: Mapping[str, str] | None = None) -> None:
         self._links = dict(links or {})
-        self._ranks: tuple[RankInfo, ...] = ()
-        self._fold = SummaryBuilder()
-        self._strikes: Counter[int] = Counter()
-        self._counted: Counter[_Came] = Counter()
-        self._recorded: Counter[_Came] = Counter()
-        self._exported: Counter[_Came] = Counter()
+        self._run: tuple[Measurement, ...] = ()
+        self._struck: dict[Device, Strike] = {}
 
-    def measure(self, record: Record) -> list[Measurement]:
-        """The measurements of one record; none for kinds that the catalogue does not count."""
-        self._fold.add(record)
-        return list(self._measure(record))
+    def measure(self, record: Record, summary: RunSummary) -> list[Measurement]:
+        """The measurements of one record, info metrics left out.
+
+        Args:
+            record: The record.
+            summary: The run so far, this record included.
+        """
+        return [
+            *self._measure(record),
+            *_levels(record, summary),
+            *_suspects(summary),
+            *self._strikes(summary),
+        ]
+
+    def infos(self, summary: RunSummary) -> dict[str, tuple[Measurement, ...]]:
+        """All series of every info metric, by its name: others that it had hold no longer."""
+        return {
+            catalog.RUN_INFO.name: self._run,
+            catalog.EVENT_INFO.name: tuple(map(_event_info, summary.findings)),
+            catalog.SUSPECT_INFO.name: tuple(_suspect_infos(summary)),
+            catalog.CHECKPOINT_INFO.name: tuple(_checkpoint_info(summary)),
+        }
+
+    def _strikes(self, summary: RunSummary) -> Iterable[Measurement]:
+        standing = {strike.device: strike for strike in summary.strikes}
+        for device in self._struck.keys() - standing.keys():  # a person has closed it
+            yield _m(catalog.RANK_STRIKES, 0, **_who_of(self._struck[device]))
+        for strike in standing.values():
+            yield _m(catalog.RANK_STRIKES, strike.count, **_who_of(strike))
+        self._struck = standing
 
     @singledispatchmethod
     def _measure(self, record: Record) -> Iterable[Measurement]:
@@ -114,182 +194,222 @@ class RecordMetrics:
 
     @_measure.register(RunStarted)
     def _(self, record: RunStarted) -> Iterable[Measurement]:
-        self._ranks = record.ranks
         links = {k: without_user_info(v) for k, v in {**record.links, **self._links}.items()}
-        yield from _seeds()
-        yield from _one_hot("guard.state", "state", GuardState, GuardState.PREFLIGHT)
-        yield from _one_hot("coverage", "coverage", Coverage, Coverage.OFF)
-        yield _m("world.size", len(record.ranks))
-        yield _m("start.time", record.time)
-        yield _m("last_progress.time", record.time)
-        yield _m("step", record.step)
-        yield _m(
-            "run.info",
-            1,
-            version=record.version,
-            mode=record.mode,
-            on_failure=record.on_failure,
-            audit_every=record.audit_every,
-            fingerprint_every=record.fingerprint_every,
-            fault_domain=record.fault_domain,
-            dashboard_url=links.get("dashboard", ""),
-            wandb_url=links.get("wandb", ""),
+        self._run = (
+            _m(
+                catalog.RUN_INFO,
+                1,
+                run_id=record.run_id,
+                run_dir=record.run_dir,
+                version=record.version,
+                mode=record.mode,
+                on_failure=record.on_failure,
+                audit_every=record.audit_every,
+                fingerprint_every=record.fingerprint_every,
+                fault_domain=record.fault_domain,
+                dashboard_url=links.get("dashboard", ""),
+                wandb_url=links.get("wandb", ""),
+            ),
         )
+        yield from _seeds()
+        yield from _one_hot(catalog.GUARD_STATE, "state", GuardState, GuardState.PREFLIGHT)
+        yield from _one_hot(catalog.COVERAGE, "coverage", Coverage, Coverage.OFF)
+        yield _m(catalog.WORLD_SIZE, len(record.ranks))
+        yield _m(catalog.START_TIME, record.time)
+        yield _m(catalog.LAST_PROGRESS_TIME, record.time)
+        yield _m(catalog.STEP, record.step)
 
     @_measure.register(PreflightDone)
     def _(self, record: PreflightDone) -> Iterable[Measurement]:
-        return _one_hot("coverage", "coverage", Coverage, record.coverage)
+        return _one_hot(catalog.COVERAGE, "coverage", Coverage, record.coverage)
 
     @_measure.register(StateChanged)
     def _(self, record: StateChanged) -> Iterable[Measurement]:
-        return _one_hot("guard.state", "state", GuardState, record.state)
+        return _one_hot(catalog.GUARD_STATE, "state", GuardState, record.state)
 
     @_measure.register(RunFinished)
     def _(self, record: RunFinished) -> Iterable[Measurement]:
-        return _one_hot("guard.state", "state", GuardState, record.state)
+        return _one_hot(catalog.GUARD_STATE, "state", GuardState, record.state)
 
     @_measure.register(UpdateSkipped)
     def _(self, record: UpdateSkipped) -> Iterable[Measurement]:
-        yield _m("updates.skipped", 1, reason=record.reason)
+        yield _m(catalog.SKIPPED, 1, reason=record.reason)
 
     @_measure.register(CheckpointEvent)
     def _(self, record: CheckpointEvent) -> Iterable[Measurement]:
-        yield _m("checkpoints", 1, result=record.result, reason=record.reason)
-        summary = self._fold.summary()
-        yield _m("last_good_checkpoint.time", summary.last_good_checkpoint_time)
-        yield _m("last_good_checkpoint.step", summary.last_good_checkpoint_step or 0)
+        yield _m(catalog.CHECKPOINTS, 1, result=record.result, reason=record.reason)
 
     @_measure.register(Progress)
     def _(self, record: Progress) -> Iterable[Measurement]:
-        for count in record.counts:
-            came = (count.check, count.outcome)
-            self._counted[came] += count.count
-            yield from self._verdicts(came)
-        yield _m("audit.comparisons", record.comparisons)
-        yield _m("audit.mismatches", record.output_mismatches, kind="output")
-        yield _m("audit.mismatches", record.gradient_mismatches, kind="gradient")
-        yield _m("fingerprint.checks", record.weight_checks)
-        yield _m("fingerprint.disagreements", record.disagreements)
-        yield _m("steps", record.plain_steps, kind="plain")
-        yield _m("steps", record.audit_steps, kind="audit")
-        yield _m("step.time", record.plain_seconds, kind="plain")
-        yield _m("step.time", record.audit_seconds, kind="audit")
+        for entry in record.counts:
+            yield _m(
+                catalog.VERDICTS,
+                entry.count,
+                check=entry.check,
+                outcome=entry.outcome,
+                cause=Cause.NONE,
+            )
+        yield _m(catalog.COMPARISONS, record.comparisons)
+        yield _m(catalog.MISMATCHES, record.output_mismatches, kind="output")
+        yield _m(catalog.MISMATCHES, record.gradient_mismatches, kind="gradient")
+        yield _m(catalog.FINGERPRINT_CHECKS, record.weight_checks)
+        yield _m(catalog.DISAGREEMENTS, record.disagreements)
+        yield _m(catalog.STEPS, record.plain_steps, kind="plain")
+        yield _m(catalog.STEPS, record.audit_steps, kind="audit")
+        yield _m(catalog.STEP_TIME, record.plain_seconds, kind="plain")
+        yield _m(catalog.STEP_TIME, record.audit_seconds, kind="audit")
         for check, seconds in record.overhead_seconds.items():
-            yield _m("overhead.time", seconds, check=Check(check))
+            yield _m(catalog.OVERHEAD_TIME, seconds, check=Check(check))
         for window in record.durations:
             for seconds in window.samples():
-                yield _m("check.duration", seconds, check=window.check, phase=window.phase)
-        yield from _progress_gauges(record)
+                yield _m(catalog.CHECK_DURATION, seconds, check=window.check, phase=window.phase)
+        yield _m(catalog.STEP, record.step)
+        yield _m(catalog.LAST_PROGRESS_TIME, record.time)
+        # The SDK drops NaN and infinity without a word; check 1 counts them as non-finite.
+        if record.loss is not None and math.isfinite(record.loss):
+            yield _m(catalog.LOSS, record.loss)
 
     @_measure.register(Verdict)
     def _(self, record: Verdict) -> Iterable[Measurement]:
+        yield _m(
+            catalog.VERDICTS, 1, check=record.check, outcome=record.outcome, cause=record.cause
+        )
         if record.outcome is Outcome.PASS:
             return
-        came = (record.check, record.outcome)
-        self._recorded[came] += 1
-        yield from self._verdicts(came)
-        yield _m("last_event.time", record.time, check=record.check)
-        yield _m("last_event.step", record.step, check=record.check)
+        yield _m(catalog.LAST_EVENT_TIME, record.time, check=record.check)
+        yield _m(catalog.LAST_EVENT_STEP, record.step, check=record.check)
         if record.check is Check.NONFINITE and record.origin is not Origin.NONE:
-            yield _m("nonfinite", 1, origin=record.origin, cause=record.cause)
-        if record.outcome is Outcome.SUSPECT:
-            for suspect in record.suspects:
-                yield from self._suspect(suspect)
-        elif record.outcome is Outcome.NOT_REPRODUCED:
-            yield from self._strike(record)
+            yield _m(catalog.NONFINITE, 1, origin=record.origin, cause=record.cause)
 
-    def _verdicts(self, came: _Came) -> Iterable[Measurement]:
-        new = max(self._counted[came], self._recorded[came]) - self._exported[came]
-        if new:
-            self._exported[came] += new
-            yield _m("verdicts", new, check=came[0], outcome=came[1])
 
-    def _suspect(self, named: Suspect) -> Iterable[Measurement]:
-        # Counts of all verdicts so far: a gauge of the last one would forget the first.
-        known = ((s.rank, s.check, s) for s in self._fold.summary().suspects)
-        suspect = next(s for rank, check, s in known if (rank, check) == (named.rank, named.check))
-        who = _who_of(suspect.rank, suspect.node, suspect.gpu, suspect.instance_id)
-        yield _m("rank.state", 1, **who, state=RankState.SUSPECT)
+def _levels(record: Record, summary: RunSummary) -> Iterable[Measurement]:
+    """Gauges of the run so far: those that this kind of record can have moved."""
+    yield from _one_hot(catalog.RUN_VERDICT, "verdict", RunWord, summary.verdict)
+    if isinstance(record, (RunStarted, Progress)):
+        yield _m(catalog.STEPS_AT_RISK, summary.steps_at_risk)
+        yield _m(catalog.AUDITED_RANKS, summary.audited_ranks)
+        yield _m(catalog.LAST_CLEAN_AUDIT_TIME, summary.last_clean_audit_time)
+        yield _m(catalog.LAST_CLEAN_AUDIT_STEP, summary.last_clean_audit_step)
+        yield _m(catalog.LAST_WEIGHT_CHECK_TIME, summary.last_weight_check_time)
+        yield _m(catalog.LAST_WEIGHT_CHECK_STEP, summary.last_weight_check_step)
+    if isinstance(record, (RunStarted, CheckpointEvent)):
+        yield _m(catalog.LAST_GOOD_CHECKPOINT_TIME, summary.last_good_checkpoint_time)
+        yield _m(catalog.LAST_GOOD_CHECKPOINT_STEP, summary.last_good_checkpoint_step or 0)
+    if isinstance(record, (RunStarted, Progress, Hang)):
+        yield _m(catalog.ABSENT_RANKS, summary.absent_ranks)
+
+
+def _suspects(summary: RunSummary) -> Iterable[Measurement]:
+    """Evidence and state of every device that has one."""
+    closed = {s.device for s in summary.closed_suspects} - {s.device for s in summary.suspects}
+    last: dict[Device, Suspect] = {}
+    for suspect in (*summary.closed_suspects, *summary.suspects):
+        who = _who_of(suspect)
         for result, value in (
             ("mismatches", suspect.mismatches),
             ("comparisons", suspect.comparisons),
         ):
-            yield _m("rank.evidence", value, **who, check=suspect.check, result=result)
-
-    def _strike(self, record: Verdict) -> Iterable[Measurement]:
-        ranks = tuple(s.rank for s in record.suspects) or record.ranks
-        known = {info.rank: info for info in self._ranks}
-        for rank in ranks:
-            self._strikes[rank] += 1
-            info = known.get(rank)
-            who = (
-                _who_of(rank, info.node, info.gpu, info.instance_id)
-                if info is not None
-                else _who_of(rank, "", "", "")
-            )
-            yield _m("rank.strikes", self._strikes[rank], **who)
+            yield _m(catalog.RANK_EVIDENCE, value, **who, check=suspect.check, result=result)
+        if suspect.device not in last or suspect.last_step >= last[suspect.device].last_step:
+            last[suspect.device] = suspect
+    for device, suspect in last.items():
+        who = _who_of(suspect)
+        yield _m(catalog.RANK_LAST_FINDING_STEP, suspect.last_step, **who)
+        yield _m(catalog.RANK_STATE, float(device not in closed), **who, state=RankState.SUSPECT)
+        if summary.closed_suspects:
+            yield _m(catalog.RANK_STATE, float(device in closed), **who, state=RankState.CLOSED)
 
 
-def _who_of(rank: int, node: str, gpu: str, instance: str) -> dict[str, object]:
+def _who_of(found: Suspect | Strike) -> dict[str, object]:
     return {
-        "suspect_rank": rank,
-        "suspect_node": node,
-        "suspect_gpu": gpu,
-        "suspect_instance_id": instance,
+        "suspect_rank": found.rank,
+        "suspect_node": found.node,
+        "suspect_gpu": found.gpu,
+        "suspect_instance_id": found.instance_id,
     }
 
 
+def _event_info(found: Finding) -> Measurement:
+    named = found.suspects
+    ranks = [s.rank for s in named]
+    return _m(
+        catalog.EVENT_INFO,
+        1,
+        event=found.number,
+        time=clock(found.time),
+        step=found.step,
+        check=found.check,
+        outcome=found.outcome,
+        cause=found.cause,
+        action=found.action,
+        who=list_ranks(ranks) if ranks else "nobody named",
+        device=", ".join(f"{s.gpu} on {s.node}" for s in named),
+        operator=found.operator,
+        reason=shortened(found.reason, REASON_LENGTH),
+    )
+
+
+def _suspect_infos(summary: RunSummary) -> Iterable[Measurement]:
+    """One series per device, all checks that named it together."""
+    because = {c.gpu: c.reason for c in summary.closings}
+    states = {RankState.CLOSED: summary.closed_suspects, RankState.SUSPECT: summary.suspects}
+    seen: dict[Device, tuple[RankState, list[Suspect]]] = {}
+    for state, suspects in states.items():  # open last: one open finding keeps a device open
+        for suspect in suspects:
+            found = seen.get(suspect.device, (state, []))[1]
+            seen[suspect.device] = (state, [*found, suspect])
+    for state, found in seen.values():
+        newest = max(found, key=lambda s: s.last_time)
+        yield _m(
+            catalog.SUSPECT_INFO,
+            1,
+            **_who_of(newest),
+            state=state,
+            checks=", ".join(sorted({s.check.value for s in found})),
+            first_step=min(s.first_step for s in found),
+            last_step=newest.last_step,
+            last_time=clock(newest.last_time),
+            evidence=shortened("; ".join(map(evidence, found)), REASON_LENGTH),
+            operator=next((s.operator for s in found if s.operator), ""),
+            closed_because=because.get(newest.gpu, "") if state is RankState.CLOSED else "",
+        )
+
+
+def _checkpoint_info(summary: RunSummary) -> Iterable[Measurement]:
+    if summary.last_good_checkpoint_step is not None:
+        yield _m(
+            catalog.CHECKPOINT_INFO,
+            1,
+            step=summary.last_good_checkpoint_step,
+            path=summary.last_good_checkpoint_path,
+            time=clock(summary.last_good_checkpoint_time),
+        )
+
+
 def _one_hot(
-    metric: str, attribute: str, states: type[Enum], current: Enum
+    metric: Metric, attribute: str, states: type[Enum], current: Enum
 ) -> Iterable[Measurement]:
     for state in states:
         yield _m(metric, float(state is current), **{attribute: state})
 
 
-def _progress_gauges(record: Progress) -> Iterable[Measurement]:
-    yield _m("step", record.step)
-    yield _m("last_progress.time", record.time)
-    yield _m("steps.at_risk", record.steps_at_risk)
-    yield _m("audited.ranks", record.audited_ranks)
-    yield _m("last_clean_audit.time", record.last_clean_audit_time)
-    yield _m("last_clean_audit.step", record.last_clean_audit_step)
-    yield _m("last_weight_check.time", record.last_weight_check_time)
-    yield _m("last_weight_check.step", record.last_weight_check_step)
-    # The SDK drops NaN and infinity without a word; check 1 counts them in sdcwatch.nonfinite.
-    if record.loss is not None and math.isfinite(record.loss):
-        yield _m("loss", record.loss)
-
-
 def _seeds() -> Iterable[Measurement]:
     """Zeros: a counter that is born at 1 never shows an increase."""
-    for check, outcome in product(Check, Outcome):
-        yield _m("verdicts", 0, check=check, outcome=outcome)
+    for check, outcome, cause in VERDICT_SETS:
+        yield _m(catalog.VERDICTS, 0, check=check, outcome=outcome, cause=cause)
     for origin, cause in NONFINITE_SETS:
-        yield _m("nonfinite", 0, origin=origin, cause=cause)
+        yield _m(catalog.NONFINITE, 0, origin=origin, cause=cause)
     for result, why in CHECKPOINT_SETS:
-        yield _m("checkpoints", 0, result=result, reason=why)
+        yield _m(catalog.CHECKPOINTS, 0, result=result, reason=why)
     for skip in SkipReason:
-        yield _m("updates.skipped", 0, reason=skip)
+        yield _m(catalog.SKIPPED, 0, reason=skip)
     for kind in ("output", "gradient"):
-        yield _m("audit.mismatches", 0, kind=kind)
-    for metric, kind in product(("steps", "step.time"), ("plain", "audit")):
+        yield _m(catalog.MISMATCHES, 0, kind=kind)
+    for metric, kind in product((catalog.STEPS, catalog.STEP_TIME), ("plain", "audit")):
         yield _m(metric, 0, kind=kind)
-    for metric, checked in product(("overhead.time", "last_event.time", "last_event.step"), Check):
-        yield _m(metric, 0, check=checked)
-    for metric in _SINGLE:
+    for checked in Check:
+        yield _m(catalog.OVERHEAD_TIME, 0, check=checked)
+        yield _m(catalog.LAST_EVENT_TIME, 0, check=checked)
+        yield _m(catalog.LAST_EVENT_STEP, 0, check=checked)
+    for metric in (catalog.COMPARISONS, catalog.FINGERPRINT_CHECKS, catalog.DISAGREEMENTS):
         yield _m(metric, 0)
-
-
-_SINGLE = (
-    "audit.comparisons",
-    "fingerprint.checks",
-    "fingerprint.disagreements",
-    "steps.at_risk",
-    "audited.ranks",
-    "last_clean_audit.time",
-    "last_clean_audit.step",
-    "last_weight_check.time",
-    "last_weight_check.step",
-    "last_good_checkpoint.time",
-    "last_good_checkpoint.step",
-)

@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from prometheus_client import CollectorRegistry
 
+from sdcwatch.core import catalog
 from sdcwatch.core.catalog import CATALOG, Metric
-from sdcwatch.sinks.base import SinkCounts
+from sdcwatch.sinks.base import SinkCounts, SummarySink
 from sdcwatch.sinks.endpoint import MetricsEndpoint
 from sdcwatch.sinks.metrics import Measurement, RecordMetrics
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
 
     from sdcwatch.core.records import Record
+    from sdcwatch.core.summary import RunSummary
     from sdcwatch.sinks.otlp import OtlpReader
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
@@ -105,7 +108,7 @@ def application_provider() -> metrics.MeterProvider | None:
     return None if type(provider).__name__ == "_ProxyMeterProvider" else provider
 
 
-class OtelSink:
+class OtelSink(SummarySink):
     """Applies records to the instruments of the catalogue.
 
     Attributes:
@@ -119,12 +122,16 @@ class OtelSink:
     def __init__(
         self, meter: Meter, identity: Identity, links: Mapping[str, str] | None = None
     ) -> None:
-        self.lines: tuple[str, ...] = ()
-        self.links: dict[str, str] = {}
-        self.lingers = False
+        super().__init__()
         self._identity = identity
-        self._measurer = RecordMetrics(links)
-        self._apply = {metric.name: _instrument(meter, metric) for metric in CATALOG}
+        self._metrics = RecordMetrics(links)
+        self._infos: Mapping[str, Sequence[Measurement]] = {}
+        self._apply = {m.name: _instrument(meter, m) for m in CATALOG if not m.info}
+        for metric in (m for m in CATALOG if m.info):
+            # Observed and not set: a series that is not observed any more is gone.
+            meter.create_observable_gauge(
+                metric.name, [self._observer(metric)], metric.unit, metric.help
+            )
         self._parts: _Parts | None = None
         self._linger_seconds = 0.0
         self._hurry = threading.Event()
@@ -187,10 +194,11 @@ class OtelSink:
         """Export the counts of all sinks as well, this one included."""
         self._counts = counts
 
-    def emit(self, record: Record) -> None:
+    def receive(self, record: Record, summary: RunSummary) -> None:
         """Measure one record."""
-        for measurement in self._measurer.measure(record):
+        for measurement in self._metrics.measure(record, summary):
             self._record(measurement)
+        self._infos = self._metrics.infos(summary)
         self._count_sinks()
 
     def close(self, timeout_seconds: float) -> None:
@@ -219,18 +227,27 @@ class OtelSink:
             self._parts.endpoint.release_in_child()
 
     def _record(self, m: Measurement) -> None:
-        self._apply[m.metric](m.value, {**m.attributes, **self._identity.labels})
+        self._apply[m.metric.name](m.value, {**m.attributes, **self._identity.labels})
+
+    def _observer(self, metric: Metric) -> Callable[[CallbackOptions], list[Observation]]:
+        def observe(options: CallbackOptions) -> list[Observation]:
+            return [
+                Observation(m.value, {**m.attributes, **self._identity.labels})
+                for m in self._infos.get(metric.name, ())
+            ]
+
+        return observe
 
     def _count_sinks(self) -> None:
         for counts in self._counts():
             sink = {"sink": counts.sink}
-            self._grow("sdcwatch.telemetry.events", counts.events, sink)
+            self._grow(catalog.TELEMETRY_EVENTS, counts.events, sink)
             for reason, lost in counts.dropped.items():
-                self._grow("sdcwatch.telemetry.dropped", lost, {**sink, "reason": reason})
-            self._record(Measurement("sdcwatch.telemetry.queue.length", counts.waiting, sink))
+                self._grow(catalog.TELEMETRY_DROPPED, lost, {**sink, "reason": reason})
+            self._record(Measurement(catalog.TELEMETRY_QUEUE, counts.waiting, sink))
 
-    def _grow(self, metric: str, total: int, attributes: dict[str, str]) -> None:
-        key = (metric, "/".join(attributes.values()))
+    def _grow(self, metric: Metric, total: int, attributes: dict[str, str]) -> None:
+        key = (metric.name, "/".join(attributes.values()))
         known = self._told.get(key)
         self._told[key] = total
         if known is None or total > known:

@@ -16,7 +16,7 @@ from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExportResult
 
 from sdcwatch.core.records import Outcome, Record, Verdict, encode
-from sdcwatch.sinks.base import SinkCounts, public_url
+from sdcwatch.sinks.base import BaseSink, SinkCounts, public_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def application_logger_provider() -> ApiLoggerProvider | None:
     return None if type(provider).__name__ == "ProxyLoggerProvider" else provider
 
 
-class OtelLogSink:
+class OtelLogSink(BaseSink):
     """Sends each non-pass verdict as one log record.
 
     Attributes:
@@ -125,6 +125,7 @@ def _attributes(verdict: Verdict) -> dict[str, Any]:
         "sdcwatch.action": verdict.action.value,
         "sdcwatch.origin": verdict.origin.value,
         "sdcwatch.cause": verdict.cause.value,
+        "sdcwatch.operator": verdict.operator,
         "sdcwatch.suspect.ranks": [s.rank for s in verdict.suspects],
         "sdcwatch.suspect.nodes": [s.node for s in verdict.suspects],
         "sdcwatch.suspect.gpus": [s.gpu for s in verdict.suspects],

@@ -22,18 +22,17 @@ except ImportError as error:
     raise ImportError(msg) from error
 
 from sdcwatch.core.records import Outcome, Progress, Record, RunFinished, Verdict
-from sdcwatch.core.summary import SummaryBuilder
-from sdcwatch.sinks.base import without_user_info
-from sdcwatch.sinks.metrics import RecordMetrics
+from sdcwatch.core.summary import RunSummary
+from sdcwatch.sinks.base import SummarySink, without_user_info
 from sdcwatch.sinks.wandb_rows import (
     AXIS,
     COLUMNS,
     HISTORY_KEYS,
     TABLE,
-    History,
     alert_text,
     alert_title,
     event_row,
+    history_row,
     incident,
     summary_values,
 )
@@ -47,7 +46,7 @@ TABLE_SECONDS = 10.0  # each table log uploads an increment; a run may fail at e
 ALERT_SECONDS = 1  # 0 reads as unset, and unset is a minute
 
 
-class WandbSink:
+class WandbSink(SummarySink):
     """Reports one run to W&B.
 
     Args:
@@ -69,13 +68,12 @@ class WandbSink:
         links: Mapping[str, str] | None = None,
         report: Path | None = None,
     ) -> None:
+        super().__init__()
         self._make: Callable[[], Any] | None = run if not hasattr(run, "log") else None
         self._run: Any = None if self._make else run
         self._dashboard = without_user_info((links or {}).get("dashboard", ""))
         self._report = report
-        self._measurer = RecordMetrics()
-        self._history = History()
-        self._fold = SummaryBuilder()
+        self._summary = RunSummary()
         self._told: dict[str, object] = {}
         self._table: Any = None
         self._rows_waiting = 0
@@ -108,30 +106,30 @@ class WandbSink:
 
         return cls(make, links=links, report=report)
 
-    def emit(self, record: Record) -> None:
+    def receive(self, record: Record, summary: RunSummary) -> None:
         """Report one record.
 
         Raises:
             Exception: The first of the calls into wandb that failed; all of them were tried.
         """
-        self._fold.add(record)
-        self._history.add(self._measurer.measure(record))
-        self._history.step = max(self._history.step, record.step)
+        self._summary = summary
         self._begin()
         failures = _Failures()
+        # The word and the suspects first: a slow backend may not let us come to the rest.
+        failures.attempt(self._summarise)
         if isinstance(record, Verdict) and record.outcome is not Outcome.PASS:
             failures.attempt(lambda: self._event(record))
         if isinstance(record, Progress | Verdict | RunFinished):
             failures.attempt(self._log)
-        failures.attempt(self._summarise)
         failures.raise_first()
 
     def close(self, timeout_seconds: float) -> None:
         """Log the last totals and the report; finish the run if it is ours."""
         failures = _Failures()
         if self._run is not None:
-            failures.attempt(lambda: self._log(last=True))
             failures.attempt(self._summarise)
+            failures.attempt(self._log)
+            failures.attempt(self._log_table)
             if (report := self._report) is not None and report.is_file():
                 failures.attempt(lambda: log_report(self._run, report))
             if self._make is not None:
@@ -154,13 +152,18 @@ class WandbSink:
         for key in HISTORY_KEYS:
             self._run.define_metric(key, step_metric=AXIS)
 
-    def _log(self, *, last: bool = False) -> None:
-        row: dict[str, Any] = dict(self._history.row())
-        if self._rows_waiting and (last or time.monotonic() >= self._table_due):
-            row[TABLE] = self._table
+    def _log(self) -> None:
+        row: dict[str, Any] = dict(history_row(self._summary))
+        self._run.log(row, commit=self._make is not None)
+        if self._rows_waiting and time.monotonic() >= self._table_due:
+            self._log_table()
+
+    def _log_table(self) -> None:
+        """Upload what the table has gained: slow, so nothing waits behind it."""
+        if self._rows_waiting:
+            self._run.log({AXIS: self._summary.last_step, TABLE: self._table}, commit=False)
             self._rows_waiting = 0
             self._table_due = time.monotonic() + TABLE_SECONDS
-        self._run.log(row, commit=self._make is not None)
 
     def _event(self, verdict: Verdict) -> None:
         self._table.add_data(*event_row(verdict))
@@ -178,7 +181,7 @@ class WandbSink:
             self._run.tags = (*(self._run.tags or ()), SUSPECT_TAG)
 
     def _summarise(self) -> None:
-        values = summary_values(self._fold.summary(), self._dashboard)
+        values = summary_values(self._summary, self._dashboard)
         changed = {k: v for k, v in values.items() if self._told.get(k, _NEVER) != v}
         if changed:
             self._run.summary.update(changed)

@@ -11,15 +11,14 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from sdcwatch.core.outcomes import is_alarm
-from sdcwatch.core.records import Outcome, Verdict
+from sdcwatch.core.records import Check, Outcome, Verdict
+from sdcwatch.core.summary import RunSummary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from typing import TypeAlias
 
     from sdcwatch.core.records import Suspect
-    from sdcwatch.core.summary import RunSummary
-    from sdcwatch.sinks.metrics import Measurement
 
     Cell: TypeAlias = "str | int | float | bool | None"
 
@@ -41,71 +40,42 @@ COLUMNS = (
     "evidence",
     "origin",
     "cause",
+    "operator",
     "tensors",
     "reason",
 )
 
-_TOTALS: Mapping[tuple[str, str], str] = {
-    ("sdcwatch.audit.comparisons", ""): "comparisons",
-    ("sdcwatch.audit.mismatches", "output"): "output_mismatches",
-    ("sdcwatch.audit.mismatches", "gradient"): "gradient_mismatches",
-    ("sdcwatch.fingerprint.checks", ""): "weight_checks",
-    ("sdcwatch.fingerprint.disagreements", ""): "disagreements",
-    ("sdcwatch.nonfinite", ""): "nonfinite_steps",
-    ("sdcwatch.updates.skipped", ""): "updates_skipped",
-    ("sdcwatch.steps", "audit"): "audit_steps",
-    ("sdcwatch.steps", "plain"): "plain_steps",
-    ("sdcwatch.step.time", ""): "step_seconds",
-    ("sdcwatch.overhead.time", ""): "overhead_seconds",
-    ("sdcwatch.overhead.time", "nonfinite"): "overhead_seconds_nonfinite",
-    ("sdcwatch.overhead.time", "replay"): "overhead_seconds_replay",
-    ("sdcwatch.overhead.time", "fingerprint"): "overhead_seconds_fingerprint",
-    ("sdcwatch.checkpoints", "saved"): "checkpoints_saved",
-    ("sdcwatch.checkpoints", "provisional"): "checkpoints_provisional",
-    ("sdcwatch.checkpoints", "withheld"): "checkpoints_withheld",
-}
-"""Running totals: metric and one of its attribute values ("" for any) to key."""
-
-_LEVELS: Mapping[str, str] = {
-    "sdcwatch.steps.at_risk": "steps_at_risk",
-    "sdcwatch.last_clean_audit.step": "last_clean_audit_step",
-    "sdcwatch.last_good_checkpoint.step": "last_good_checkpoint_step",
-    "sdcwatch.audited.ranks": "audited_ranks",
-}
-_FINDINGS = "findings"
-_SUSPECTS = "suspect_count"
-
-HISTORY_KEYS = tuple(
-    f"sdcwatch/{name}" for name in (*_TOTALS.values(), *_LEVELS.values(), _FINDINGS, _SUSPECTS)
-)
+_CHECKPOINT_RESULTS = ("saved", "provisional", "withheld")
 
 
-class History:
-    """The running totals of one run."""
+def history_row(summary: RunSummary) -> dict[str, float]:
+    """One history row: fields of the run so far, earlier segments of the run included."""
+    overhead = summary.overhead_seconds
+    values: dict[str, float] = {
+        "comparisons": summary.comparisons,
+        "output_mismatches": summary.output_mismatches,
+        "gradient_mismatches": summary.gradient_mismatches,
+        "weight_checks": summary.weight_checks,
+        "disagreements": summary.disagreements,
+        "nonfinite_steps": summary.nonfinite_steps,
+        "updates_skipped": sum(summary.skipped.values()),
+        "audit_steps": summary.audit_steps,
+        "plain_steps": summary.plain_steps,
+        "step_seconds": summary.step_seconds,
+        "overhead_seconds": sum(overhead.values()),
+        "steps_at_risk": summary.steps_at_risk,
+        "last_clean_audit_step": summary.last_clean_audit_step,
+        "last_good_checkpoint_step": summary.last_good_checkpoint_step or 0,
+        "audited_ranks": summary.audited_ranks,
+        "findings": sum(v.count for v in summary.verdicts if v.outcome is not Outcome.PASS),
+        "suspect_count": len({s.device for s in summary.suspects}),
+        **{f"overhead_seconds_{c.value}": overhead.get(c.value, 0.0) for c in Check},
+        **{f"checkpoints_{r}": summary.checkpoints.get(r, 0) for r in _CHECKPOINT_RESULTS},
+    }
+    return {AXIS: summary.last_step, **{f"sdcwatch/{name}": n for name, n in values.items()}}
 
-    def __init__(self) -> None:
-        self.step = 0
-        self._totals: dict[str, float] = dict.fromkeys(HISTORY_KEYS, 0)
-        self._suspects: set[str] = set()
 
-    def add(self, measurements: Iterable[Measurement]) -> None:
-        """Take in what one record measured."""
-        for m in measurements:
-            for value in ("", *m.attributes.values()):
-                name = _TOTALS.get((m.metric, value))
-                if name is not None:
-                    self._totals[f"sdcwatch/{name}"] += m.value
-            if m.metric in _LEVELS:
-                self._totals[f"sdcwatch/{_LEVELS[m.metric]}"] = m.value
-            elif m.metric == "sdcwatch.rank.state":
-                self._suspects.add(m.attributes["suspect_rank"])
-            elif m.metric == "sdcwatch.verdicts" and m.attributes["outcome"] != Outcome.PASS.value:
-                self._totals[f"sdcwatch/{_FINDINGS}"] += m.value
-        self._totals[f"sdcwatch/{_SUSPECTS}"] = len(self._suspects)
-
-    def row(self) -> dict[str, float]:
-        """One history row."""
-        return {AXIS: self.step, **self._totals}
+HISTORY_KEYS = tuple(key for key in history_row(RunSummary()) if key != AXIS)
 
 
 def event_row(verdict: Verdict) -> list[Cell]:
@@ -126,6 +96,7 @@ def event_row(verdict: Verdict) -> list[Cell]:
         "; ".join(f"rank {s.rank}: {s.mismatches} of {s.comparisons}" for s in who),
         verdict.origin.value,
         verdict.cause.value,
+        verdict.operator,
         _words(_tensors(verdict)),
         verdict.reason,
     ]

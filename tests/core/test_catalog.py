@@ -3,8 +3,9 @@ import re
 import pytest
 
 from sdcwatch.core.catalog import BY_NAME, BY_PROMETHEUS, CATALOG, RESOURCE_LABELS
-from sdcwatch.core.records import Check, Outcome
+from sdcwatch.core.records import Cause, Check, Outcome
 
+TEXT = ("step", "time", "operator", "path")
 PROMETHEUS_NAME = re.compile(r"sdcwatch_[a-z]+(_[a-z]+)*")
 
 
@@ -30,7 +31,8 @@ def test_a_metric_follows_the_conventions(metric):
 def test_attributes_come_from_closed_sets_or_say_what_bounds_them(metric):
     assert len(set(metric.labels)) == len(metric.labels)
     assert not set(metric.labels) & set(RESOURCE_LABELS)
-    assert not set(metric.labels) & {"le", "job", "step", "tensor", "hash"}
+    # Only info metrics carry text: few series, replaced as a whole.
+    assert not set(metric.labels) & {"le", "job", "tensor", "hash", *([] if metric.info else TEXT)}
     for attribute in metric.attributes:
         assert attribute.values or attribute.bound
         if attribute.values:
@@ -39,7 +41,7 @@ def test_attributes_come_from_closed_sets_or_say_what_bounds_them(metric):
 
 def test_verdicts_count_every_check_and_outcome():
     by_name = {a.name: a.values for a in BY_NAME["sdcwatch.verdicts"].attributes}
-    assert by_name == {"check": tuple(Check), "outcome": tuple(Outcome)}
+    assert by_name == {"check": tuple(Check), "outcome": tuple(Outcome), "cause": tuple(Cause)}
 
 
 def test_prometheus_names_are_those_the_exporters_make():

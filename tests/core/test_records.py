@@ -148,7 +148,15 @@ def test_plain_values_are_what_json_takes():
         step=1, time=0.0, result=CheckpointResult.SAVED, reason=GateReason.OK, audit_age=None
     )
     assert plain((event,)) == [
-        {"step": 1, "time": 0.0, "result": "saved", "reason": "ok", "detail": "", "audit_age": None}
+        {
+            "step": 1,
+            "time": 0.0,
+            "result": "saved",
+            "reason": "ok",
+            "detail": "",
+            "path": "",
+            "audit_age": None,
+        }
     ]
     assert plain({3: (1.0, Check.REPLAY)}) == {"3": [1.0, "replay"]}
 

@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sdcwatch.core.records import Check, Outcome, Record, Suspect, Verdict
+from sdcwatch.core.records import Check, Outcome, Suspect, Verdict
 from sdcwatch.guard.reporter import Reporter, describe
-
-
-class Nowhere:
-    """A sink that forgets."""
-
-    def emit(self, record: Record) -> None: ...
-
-    def close(self, timeout_seconds: float | None = None) -> None: ...
+from sdcwatch.sinks.dispatch import Dispatcher
 
 
 def suspect_verdict() -> Verdict:
@@ -38,7 +31,7 @@ def test_a_run_in_which_something_was_found_does_not_end_looking_healthy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reporter = Reporter(
-        Nowhere(), summary_path=tmp_path / "summary.json", leader=True, start_step=0
+        Dispatcher(), summary_path=tmp_path / "summary.json", leader=True, start_step=0
     )
     reporter.step = 2
     reporter.steps_at_risk = 2

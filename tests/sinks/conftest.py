@@ -106,7 +106,7 @@ def make_faulty_run(world_size=6):
     start = make_start(world_size)
     ranks = start.ranks
 
-    def progress(step, counts=(), **changes):
+    def progress(step, **changes):
         totals = {
             "first_step": step - 9,
             "plain_steps": 9,
@@ -133,8 +133,7 @@ def make_faulty_run(world_size=6):
             Count(check=Check.NONFINITE, outcome=Outcome.PASS, count=9),
             Count(check=Check.FINGERPRINT, outcome=Outcome.PASS, count=1),
         )
-        others = tuple(Count(check=c, outcome=o, count=1) for c, o in counts)
-        return Progress(step=step, time=T0 + step, counts=passes + others, **{**totals, **changes})
+        return Progress(step=step, time=T0 + step, counts=passes, **{**totals, **changes})
 
     def verdict(step, check, outcome, reason, **facts):
         return Verdict(
@@ -161,7 +160,7 @@ def make_faulty_run(world_size=6):
         progress(10),
         checkpoint(10, CheckpointResult.SAVED, GateReason.OK),
         progress(
-            20, [(Check.REPLAY, Outcome.SUSPECT)], output_mismatches=1, gradient_mismatches=2
+            20, output_mismatches=1, gradient_mismatches=2
         ),
         verdict(
             20, Check.REPLAY, Outcome.SUSPECT, "rank 3 computed other gradients than two others",
@@ -174,18 +173,14 @@ def make_faulty_run(world_size=6):
         ),
         skip(20, SkipReason.REPLAY),
         checkpoint(20, CheckpointResult.WITHHELD, GateReason.REPLAY),
-        progress(30, [(Check.NONFINITE, Outcome.SUSPECT)]),
+        progress(30),
         verdict(
             30, Check.NONFINITE, Outcome.SUSPECT, "rank 3 alone computes a NaN", failed=True,
             action=Action.SKIP, origin=Origin.LOCAL, cause=Cause.DEVICE,
             suspects=(make_suspect(3, Check.NONFINITE, 30, ranks, mismatches=1, comparisons=1),),
         ),
         skip(30, SkipReason.NONFINITE),
-        progress(
-            40,
-            [(Check.NONFINITE, Outcome.REPRODUCIBLE), (Check.REPLAY, Outcome.NOT_REPRODUCED)],
-            gradient_mismatches=1,
-        ),
+        progress(40, gradient_mismatches=1),
         verdict(
             38, Check.NONFINITE, Outcome.REPRODUCIBLE, "the batch overflows everywhere",
             failed=True, action=Action.SKIP, origin=Origin.OUTPUT, cause=Cause.DATA, ranks=(2,),
@@ -198,7 +193,7 @@ def make_faulty_run(world_size=6):
         ),
         skip(40, SkipReason.REPLAY),
         checkpoint(40, CheckpointResult.PROVISIONAL, GateReason.OK),
-        progress(50, [(Check.FINGERPRINT, Outcome.SUSPECT)], disagreements=1),
+        progress(50, disagreements=1),
         verdict(
             50, Check.FINGERPRINT, Outcome.SUSPECT, "rank 3 dissents from the majority of 6",
             failed=True, action=Action.STOP, tensors_total=4,
@@ -218,13 +213,13 @@ def make_faulty_run(world_size=6):
 
 
 FAULTY_TOTALS = {
-    ("sdcwatch_verdicts_total", "check=replay", "outcome=suspect"): 1,
-    ("sdcwatch_verdicts_total", "check=replay", "outcome=not_reproduced"): 1,
-    ("sdcwatch_verdicts_total", "check=nonfinite", "outcome=suspect"): 1,
-    ("sdcwatch_verdicts_total", "check=nonfinite", "outcome=reproducible"): 1,
-    ("sdcwatch_verdicts_total", "check=nonfinite", "outcome=pass"): 54,
-    ("sdcwatch_verdicts_total", "check=fingerprint", "outcome=suspect"): 1,
-    ("sdcwatch_verdicts_total", "check=replay", "outcome=widespread"): 0,
+    ("sdcwatch_verdicts_total", "cause=none", "check=replay", "outcome=suspect"): 1,
+    ("sdcwatch_verdicts_total", "cause=none", "check=replay", "outcome=not_reproduced"): 1,
+    ("sdcwatch_verdicts_total", "cause=device", "check=nonfinite", "outcome=suspect"): 1,
+    ("sdcwatch_verdicts_total", "cause=data", "check=nonfinite", "outcome=reproducible"): 1,
+    ("sdcwatch_verdicts_total", "cause=none", "check=nonfinite", "outcome=pass"): 54,
+    ("sdcwatch_verdicts_total", "cause=none", "check=fingerprint", "outcome=suspect"): 1,
+    ("sdcwatch_verdicts_total", "cause=none", "check=replay", "outcome=widespread"): 0,
     ("sdcwatch_audit_comparisons_total",): 36,
     ("sdcwatch_audit_mismatches_total", "kind=output"): 1,
     ("sdcwatch_audit_mismatches_total", "kind=gradient"): 3,
@@ -263,6 +258,17 @@ FAULTY_TOTALS = {
     (
         "sdcwatch_rank_strikes", "suspect_gpu=cpu-sim-node-0-1", "suspect_instance_id=i-0000",
         "suspect_node=node-0", "suspect_rank=1",
+    ): 1,
+    (
+        "sdcwatch_rank_last_finding_step", "suspect_gpu=cpu-sim-node-1-1",
+        "suspect_instance_id=i-0001", "suspect_node=node-1", "suspect_rank=3",
+    ): 50,
+    ("sdcwatch_run_verdict", "verdict=tainted"): 1,
+    ("sdcwatch_run_verdict", "verdict=suspect"): 0,
+    ("sdcwatch_run_verdict", "verdict=clean"): 0,
+    ("sdcwatch_absent_ranks",): 0,
+    (
+        "sdcwatch_checkpoint_info", "path=", "step=10", "time=2027-01-15 08:00:10 UTC",
     ): 1,
     ("sdcwatch_guard_state", "state=finished"): 1,
     ("sdcwatch_guard_state", "state=tainted"): 0,

@@ -216,7 +216,7 @@ def test_ctrl_c_during_close_cuts_lingering_short_and_is_passed_on(doubles, monk
     def interrupted(lane):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(dispatcher._lanes[0]), "finish_close", interrupted)
+    monkeypatch.setattr(type(dispatcher.workers[0]), "finish_close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dispatcher.close()
 
