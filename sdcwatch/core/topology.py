@@ -5,14 +5,17 @@ exists if and only if no domain holds more than half of the ranks: a domain with
 ranks elsewhere to serve it, and otherwise a cyclic shift of the ranks, sorted by domain, by the
 size of the largest domain works. Every rank calls these with the same arguments and gets the same
 answer; nothing is exchanged.
+
+However many ranks there are, audits draw from `MOVES` pairings, so that each rank ever exchanges
+micro-batches with a few dozen others and all of those connections can be made at the start.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from sdcwatch.errors import ConfigurationError
@@ -57,22 +60,22 @@ class Topology:
     Attributes:
         ranks: Identity of each rank; ``ranks[r].rank == r``.
         fault_domain: What counts as independent hardware: a node, or each GPU for itself.
+        domains: The fault domain of each rank, in rank order.
     """
 
     ranks: tuple[RankInfo, ...]
     fault_domain: FaultDomain = "node"
+    domains: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        gpu = self.fault_domain == "gpu"
+        domains = tuple(f"{r.node}#{r.rank}" if gpu else r.node for r in self.ranks)
+        object.__setattr__(self, "domains", domains)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        """The fault domain of each rank, in rank order."""
-        if self.fault_domain == "gpu":
-            return tuple(f"{r.node}#{r.rank}" for r in self.ranks)
-        return tuple(r.node for r in self.ranks)
 
     @property
     def domain_sizes(self) -> dict[str, int]:
@@ -87,6 +90,10 @@ class Topology:
 
 DOMAINS_TO_NAME = 3
 """Fault domains needed to name a rank: its own, its partner's, and one that settles it."""
+MOVES = 16
+"""Pairings that audits draw from at most."""
+EVERYBODY = 2 * MOVES + 1
+"""Ranks up to which each may exchange micro-batches with every other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,39 +120,49 @@ class Pairing:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Ranks grouped by fault domain, and the moves from one rank to another that are possible."""
+    """Ranks grouped by fault domain, and the moves from one rank to another that are possible.
+
+    Equal domains: (a, b) for domain + a, place + b. Unequal: (s, 0) for a shift by s.
+    """
 
     groups: tuple[tuple[int, ...], ...]
-
-    @property
-    def equal(self) -> bool:
-        return len({len(ranks) for ranks in self.groups}) == 1
+    order: tuple[int, ...]
+    """The ranks, one domain after the other; a position is an index into it."""
+    equal: bool
+    """All domains have as many ranks."""
 
     @property
     def moves(self) -> tuple[tuple[int, int], ...]:
-        """Equal domains: (a, b) for domain + a, place + b. Unequal: (s, 0) for a shift by s."""
+        """Up to `MOVES` moves, spread over all; those that pair ranks mutually only if all do."""
         if self.equal:
             domains, places = len(self.groups), len(self.groups[0])
             every = [(a, b) for a in range(1, domains) for b in range(places)]
             fresh = [(a, b) for a, b in every if 2 * a % domains or 2 * b % places]
         else:
-            world, largest = sum(map(len, self.groups)), max(map(len, self.groups))
+            world, largest = len(self.order), max(map(len, self.groups))
             every = [(s, 0) for s in range(largest, world - largest + 1)]
             fresh = [(s, b) for s, b in every if 2 * s != world]
-        return tuple(fresh or every)
+        found = fresh or every
+        if len(found) <= MOVES:
+            return tuple(found)
+        # Multiples of the golden ratio spread evenly and favor no place within a domain.
+        picked = (k * 2654435769 % 2**32 * len(found) >> 32 for k in range(MOVES))
+        return tuple(found[index] for index in dict.fromkeys(picked))
+
+    def moved(self, position: int, move: tuple[int, int], *, back: bool = False) -> int:
+        """The position that a move leads to, or from which it comes."""
+        by, along = (-move[0], -move[1]) if back else move
+        if not self.equal:
+            return (position + by) % len(self.order)
+        size = len(self.groups[0])
+        domain, place = divmod(position, size)
+        return (domain + by) % len(self.groups) * size + (place + along) % size
 
     def apply(self, move: tuple[int, int]) -> Pairing:
-        order = [rank for ranks in self.groups for rank in ranks]
-        replayer = [0] * len(order)
-        if self.equal:
-            for domain, ranks in enumerate(self.groups):
-                there = self.groups[(domain + move[0]) % len(self.groups)]
-                for place, rank in enumerate(ranks):
-                    replayer[rank] = there[(place + move[1]) % len(there)]
-        else:
-            for position, rank in enumerate(order):
-                replayer[rank] = order[(position + move[0]) % len(order)]
-        mutual = all(replayer[replayer[rank]] == rank for rank in order)
+        replayer = [0] * len(self.order)
+        for position, rank in enumerate(self.order):
+            replayer[rank] = self.order[self.moved(position, move)]
+        mutual = all(replayer[replayer[rank]] == rank for rank in self.order)
         return Pairing(tuple(replayer), mutual)
 
 
@@ -153,7 +170,41 @@ def _layout(topology: Topology) -> _Layout:
     groups: dict[str, list[int]] = {}
     for rank, domain in enumerate(topology.domains):
         groups.setdefault(domain, []).append(rank)
-    return _Layout(tuple(map(tuple, groups.values())))
+    ordered = tuple(map(tuple, groups.values()))
+    order = tuple(rank for ranks in ordered for rank in ranks)
+    return _Layout(ordered, order, len({len(ranks) for ranks in ordered}) == 1)
+
+
+def partners(topology: Topology, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Ranks with which each of some ranks may ever exchange micro-batches, in rank order.
+
+    Up to `EVERYBODY` ranks that is everybody else. Beyond, it is whoever a pairing can give, and
+    where there are only a few domains also ranks of each of them, so that a dispute finds arbiters.
+    If one rank is a partner of another, so is the other of it.
+    """
+    world = topology.world_size
+    if world <= EVERYBODY:
+        return {rank: tuple(r for r in range(world) if r != rank) for rank in ranks}
+    layout = _layout(topology)
+    positions = {rank: position for position, rank in enumerate(layout.order)}
+    moves = layout.moves if pairing_problem(topology) is None else ()
+    places = {rank: place for group in layout.groups for place, rank in enumerate(group)}
+    few = len(layout.groups) <= DOMAINS_TO_NAME
+    found = {}
+    for rank in ranks:
+        position = positions[rank]
+        there = {layout.order[layout.moved(position, m, back=b)] for m in moves for b in (0, 1)}
+        if few:
+            there |= _same_place(layout, places[rank])
+        found[rank] = tuple(sorted(there - {rank}))
+    return found
+
+
+def _same_place(layout: _Layout, place: int) -> set[int]:
+    """Up to four neighbors in each domain; more where a domain is larger than the smallest."""
+    blocks = -(-min(map(len, layout.groups)) // 4)
+    wanted = place // 4 % blocks
+    return {r for ranks in layout.groups for i, r in enumerate(ranks) if i // 4 % blocks == wanted}
 
 
 def pairing_problem(topology: Topology) -> str | None:

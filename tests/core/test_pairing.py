@@ -5,12 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdcwatch.core.topology import (
+    EVERYBODY,
+    MOVES,
     Pairing,
     Topology,
     candidate_pairings,
     choose_fault_domain,
     draw_pairing,
     pairing_problem,
+    partners,
 )
 from sdcwatch.errors import ConfigurationError
 
@@ -107,10 +110,36 @@ def test_the_error_says_why_no_pairing_exists_and_what_to_do(layout, says, topol
     assert 'fault_domain="gpu"' in str(raised.value)
 
 
-def test_thousands_of_ranks_are_paired_without_listing_every_pairing(topology):
-    where = topology("512x8")
-    pairing = draw_pairing(where, step=3, seed=0)
-    assert sorted(pairing.replayer) == list(range(4096))
+@pytest.mark.parametrize("layout", ["512x8", "12x2", "3x40", "40+30+30", "5x5", "200x1"])
+def test_audits_of_many_ranks_draw_from_a_few_pairings_that_spread(layout, topology):
+    where = topology(layout)
+    candidates = candidate_pairings(where)
+    assert MOVES // 2 < len(set(candidates)) == len(candidates) <= MOVES
+    assert not any(c.mutual for c in candidates)
+    drawn = [draw_pairing(where, step=step, seed=0) for step in range(8)]
+    assert set(drawn) <= set(candidates)
+    assert len(set(drawn)) > 1
+    for pairing in drawn:
+        assert sorted(pairing.replayer) == list(range(where.world_size))
+
+
+@pytest.mark.parametrize("layout", ["512x8", "3x40", "50+25+25", "4x1", "2+2+1", "20x2"])
+def test_whoever_may_exchange_a_micro_batch_is_a_partner_of_the_other_too(layout, topology):
+    where = topology(layout)
+    world = where.world_size
+    few = world <= EVERYBODY
+    all_of_them = partners(where, range(world))
+    for pairing in candidate_pairings(where):
+        assert all(r in all_of_them[p] for p, r in enumerate(pairing.replayer))
+    for rank, others in all_of_them.items():
+        assert rank not in others
+        assert all(rank in all_of_them[other] for other in others)
+        assert len(others) == world - 1 if few else len(others) <= 2 * MOVES + 40
+    if not few:
+        domains = where.domains
+        for rank, others in all_of_them.items():
+            assert len({domains[other] for other in others} - {domains[rank]}) >= 2
+    assert partners(where, (1,)) == {1: all_of_them[1]}
 
 
 @pytest.mark.parametrize(
