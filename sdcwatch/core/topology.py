@@ -193,7 +193,8 @@ def partners(topology: Topology, ranks: Iterable[int]) -> dict[int, tuple[int, .
     found = {}
     for rank in ranks:
         position = positions[rank]
-        there = {layout.order[layout.moved(position, m, back=b)] for m in moves for b in (0, 1)}
+        ends = (layout.moved(position, m, back=back) for m in moves for back in (False, True))
+        there = {layout.order[end] for end in ends}
         if few:
             there |= _same_place(layout, places[rank])
         found[rank] = tuple(sorted(there - {rank}))

@@ -14,33 +14,39 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sdcwatch.checks.fingerprint import digest_tensor
 from sdcwatch.checks.payload import MicroBatch, NotTransportable, PayloadDamaged, pack, unpack
 from sdcwatch.checks.replay import ReplayResult
+from sdcwatch.core.arbitration import REPEATS
+from sdcwatch.core.history import History
 from sdcwatch.core.records import SHOWN, Comparison, Phase
 from sdcwatch.core.replay import (
     AuditFacts,
     AuditJudgement,
     Mismatch,
     Repeat,
+    asks_everybody,
+    compared_only,
     error_value,
-    is_error,
+    is_widespread,
     judge_audit,
     plan_arbitration,
     plan_repeats,
+    remember,
     settle,
-    struck_lately,
-    widespread_limit,
+    usable_facts,
 )
 from sdcwatch.core.topology import Pairing, Topology, draw_pairing
 from sdcwatch.guard.exchange import Exchange
 
 Replay = Callable[[MicroBatch], ReplayResult]
+COMPARISONS_SHOWN = 64
+"""Comparisons that did not match, of which a verdict carries the details."""
 SLACK = 3.0
 """How much slower than this rank's slowest replay another rank's may be."""
 
@@ -130,6 +136,9 @@ class RingAudit:
         replay: Recomputes one micro-batch; returns errors as results, never raises.
         names: Parameter names in the order of the gradient tables.
         policy: Quorum and seed.
+
+    Attributes:
+        history: What this segment remembers from check to check.
     """
 
     def __init__(
@@ -146,13 +155,12 @@ class RingAudit:
         self._quorum, self._seed, self._facts = policy.quorum, policy.seed, policy.facts
         self._held: dict[int, MicroBatch] = {}
         self._seconds: dict[Phase, float] = {}
-        self._strikes: list[tuple[int, int]] = []
         self._slowest = 0.0
-        self._audits = 0
+        self.history = History()
 
     def forget_strikes(self) -> None:
-        """Start the history of one-off mismatches over, after a preflight."""
-        self._strikes.clear()
+        """A new preflight has been asked for: streaks start over."""
+        self.history = self.history.preflighted()
 
     def run(self, step: int, own: OwnStep) -> AuditResult:
         """One audit. Every rank calls it at the same step with its own step's results.
@@ -163,16 +171,21 @@ class RingAudit:
         operation = f"the audit of step {step}"
         self._seconds = {}
         self._held = {self._exchange.rank: own.micro_batch}
-        self._audits += 1
         pairing = draw_pairing(self._topology, step=step, seed=self._seed)
         try:
             finding = self._compare(pairing, own, operation)
             trouble = self._exchange.max_int64s((int(not finding.matches),), operation)[0]
             if not trouble:
                 world = self._topology.world_size
-                judgement = judge_audit(AuditFacts(comparisons_total=world), self._topology)
-                return AuditResult(judgement, (), world, seconds=dict(self._seconds))
-            return self._blame(finding, pairing, own, operation)
+                facts = AuditFacts(comparisons_total=world, pairing=pairing)
+                judgement = judge_audit(facts, self._topology, history=self.history)
+                result = AuditResult(judgement, (), world, seconds=dict(self._seconds))
+            else:
+                facts, result = self._blame(finding, pairing, own, operation)
+            self.history = remember(
+                self.history, facts, result.judgement, self._topology, step=step
+            )
+            return result
         finally:
             self._held = {}
 
@@ -227,48 +240,72 @@ class RingAudit:
 
     def _blame(
         self, finding: _Finding, pairing: Pairing, own: OwnStep, operation: str
-    ) -> AuditResult:
+    ) -> tuple[AuditFacts, AuditResult]:
         started = time.perf_counter()
         gradients = own.gradients is not None
         rows = self._exchange.gather(json.dumps(_as_json(finding)).encode(), operation)
         findings = [_from_json(json.loads(row)) for row in rows]
-        mismatches = [f.as_mismatch for f in findings if not (f.matches or f.transport)]
-        notes: list[str] = []
-        arbitration: dict[int, dict[int, str]] = {}
-        repeats: dict[tuple[int, int], tuple[str, ...]] = {}
-        compared = [b for b in mismatches if not is_error(b.replayer_value)]
-        if len(compared) > widespread_limit(len(findings)):
-            notes += self._survey(own, operation, gradients=gradients)
-        elif mismatches:
-            arbitration = self._arbitrate(mismatches, own, operation, gradients=gradients)
-            repeats = self._repeat(mismatches, arbitration, operation, gradients=gradients)
         facts = AuditFacts(
             comparisons_total=len(findings),
-            mismatches=tuple(mismatches),
-            arbitration=arbitration,
-            repeats=repeats,
+            mismatches=tuple(f.as_mismatch for f in findings if not (f.matches or f.transport)),
             transport=tuple(sorted(f.producer for f in findings if f.transport)),
             pairing=pairing,
         )
+        notes: list[str] = []
+        usable = usable_facts(facts, self.history)
+        if is_widespread(
+            compared_only(usable.mismatches),
+            self._topology,
+            comparisons_total=usable.comparisons_total,
+        ):
+            notes += self._survey(own, operation, gradients=gradients)
+        elif usable.mismatches:
+            arbitration = self._arbitrate(usable, own, operation, gradients=gradients)
+            facts = replace(
+                facts,
+                arbitration=arbitration,
+                repeats=self._repeat(usable, arbitration, operation, gradients=gradients),
+            )
         judgement = self._judge(facts)
+        if asks_everybody(judgement, self.history):
+            restless = self._restless(own, operation, gradients=gradients)
+            facts = replace(facts, restless=restless)
+            judgement = self._judge(facts)
         self._spent(Phase.BLAME, started)
         comparisons = tuple(
-            self._record(f, arbitration, judgement) for f in findings if not f.matches
+            self._record(f, facts.arbitration, judgement) for f in findings if not f.matches
+        )[:COMPARISONS_SHOWN]
+        result = AuditResult(
+            judgement, comparisons, len(findings), tuple(notes), dict(self._seconds)
         )
-        return AuditResult(judgement, comparisons, len(findings), tuple(notes), dict(self._seconds))
+        return facts, result
 
     def _judge(self, facts: AuditFacts) -> AuditJudgement:
-        wrong = settle(facts.mismatches, facts.arbitration, quorum=self._quorum).wrong
-        struck = struck_lately(self._strikes, audit=self._audits, excluding=wrong)
-        judgement = judge_audit(facts, self._topology, quorum=self._quorum, recent_strikes=struck)
-        self._strikes += [(self._audits, n.rank) for n in judgement.strikes]
-        return judgement
+        return judge_audit(facts, self._topology, quorum=self._quorum, history=self.history)
+
+    def _restless(self, own: OwnStep, operation: str, *, gradients: bool) -> tuple[int, ...]:
+        """Ranks that do not get their own step's result in every repeat of it."""
+        expected = value_of(result_table(own.loss, own.gradients))
+        wrong = False
+        for _ in range(REPEATS):
+            table, _ = self._recompute(self._exchange.rank, gradients=gradients)
+            wrong = wrong or (table is not None and value_of(table) != expected)
+        rows = self._exchange.gather(
+            json.dumps(wrong).encode(), operation, extra_seconds=self._patience(REPEATS)
+        )
+        return tuple(rank for rank, row in enumerate(rows) if json.loads(row))
 
     def _arbitrate(
-        self, mismatches: Sequence[Mismatch], own: OwnStep, operation: str, *, gradients: bool
+        self, facts: AuditFacts, own: OwnStep, operation: str, *, gradients: bool
     ) -> dict[int, dict[int, str]]:
         me = self._exchange.rank
-        plan = plan_arbitration(mismatches, self._topology, quorum=self._quorum)
+        plan = plan_arbitration(
+            facts.mismatches,
+            self._topology,
+            quorum=self._quorum,
+            comparisons_total=facts.comparisons_total,
+            left_out=self.history.differing,
+        )
         outgoing = {a: pack_or_nothing(own.micro_batch) for a in plan.get(me, ())}
         incoming = [p for p, arbiters in plan.items() if me in arbiters]
         received = self._exchange.route(outgoing, incoming, operation)
@@ -292,7 +329,7 @@ class RingAudit:
 
     def _repeat(
         self,
-        mismatches: Sequence[Mismatch],
+        facts: AuditFacts,
         arbitration: dict[int, dict[int, str]],
         operation: str,
         *,
@@ -300,7 +337,10 @@ class RingAudit:
     ) -> dict[tuple[int, int], tuple[str, ...]]:
         """Those to be named, and those they are measured against, compute again."""
         me = self._exchange.rank
-        plan = plan_repeats(settle(mismatches, arbitration, quorum=self._quorum))
+        domains = self._topology.domains
+        plan = plan_repeats(
+            settle(facts.mismatches, arbitration, quorum=self._quorum, domains=domains)
+        )
         own: dict[str, list[str]] = {}
         for repeat in plan:
             if repeat.rank != me or repeat.producer not in self._held:
@@ -341,7 +381,10 @@ class RingAudit:
         return notes
 
     def _record(
-        self, finding: _Finding, arbitration: dict[int, dict[int, str]], judgement: AuditJudgement
+        self,
+        finding: _Finding,
+        arbitration: Mapping[int, Mapping[int, str]],
+        judgement: AuditJudgement,
     ) -> Comparison:
         pair = (finding.producer, finding.replayer)
         wrong = judgement.settlement.wrong

@@ -1,20 +1,15 @@
 import pytest
 
+from sdcwatch.core.arbitration import REPEATS, Settlement
 from sdcwatch.core.records import Outcome
 from sdcwatch.core.replay import (
-    REPEATS,
-    STRIKE_WINDOW,
-    STRIKES_TO_DOUBT,
     AuditFacts,
     Mismatch,
-    Settlement,
     error_value,
     judge_audit,
     plan_arbitration,
     plan_repeats,
     settle,
-    struck_lately,
-    widespread_limit,
 )
 from sdcwatch.core.topology import Pairing
 
@@ -132,22 +127,6 @@ def test_one_agreeing_rank_that_answers_is_enough(topology):
     assert judge_audit(facts(repeats=repeats), topology("3x2")).outcome is Outcome.SUSPECT
 
 
-@pytest.mark.parametrize("recent", range(5))
-def test_strikes_of_several_ranks_lately_mean_nondeterministic(recent, topology):
-    judgement = judge_audit(facts(repeats=RIGHT_AGAIN), topology("3x2"), recent_strikes=recent)
-    doubt = recent + 1 >= STRIKES_TO_DOUBT
-    assert judgement.outcome is (Outcome.NONDETERMINISTIC if doubt else Outcome.NOT_REPRODUCED)
-    assert [n.rank for n in judgement.strikes] == [0]
-
-
-def test_struck_lately_counts_other_ranks_in_the_window_once():
-    history = [(1, 5), (79, 1), (80, 2), (99, 2), (99, 3), (99, 4), (100, 0)]
-    assert struck_lately(history, audit=100) == 3
-    assert struck_lately(history, audit=100, excluding={3: (0,)}) == 2
-    assert struck_lately(history, audit=100 + STRIKE_WINDOW) == 1
-    assert struck_lately([], audit=1) == 0
-
-
 def test_unequal_weights_make_the_audit_void_whatever_else_is_there(topology):
     judgement = judge_audit(facts(weights_equal=False, transport=(0,)), topology("3x2"))
     assert judgement.outcome is Outcome.VOID
@@ -171,7 +150,7 @@ def test_a_damaged_payload_beside_a_mismatch_is_said_and_does_not_hide_it(topolo
 def test_a_replay_that_raised_blames_nobody(topology):
     mismatches = (Mismatch(0, 2, "ok", error_value("OutOfMemoryError: CUDA out of memory")),)
     where = topology("3x2")
-    assert plan_arbitration(mismatches, where) == {0: ()}
+    assert plan_arbitration(mismatches, where) == {}
     assert settle(mismatches, {0: {4: "ok", 5: "ok"}}) == Settlement()
     judgement = judge_audit(facts(mismatches=mismatches, arbitration={}), where)
     assert judgement.outcome is Outcome.NOT_RUN
@@ -185,25 +164,6 @@ def test_an_arbiter_that_raised_has_no_vote():
     settled = settle((ONE,), {0: {4: error_value("boom"), 5: error_value("boom")}})
     assert settled.inconclusive == (0,)
     assert settle((ONE,), {0: {4: error_value("boom"), 5: "ok"}}).wrong == {0: (0,)}
-
-
-@pytest.mark.parametrize(
-    ("world", "limit"), [(2, 4), (6, 4), (32, 4), (39, 4), (40, 5), (64, 8), (16384, 2048)]
-)
-def test_the_most_mismatches_one_device_explains(world, limit):
-    assert widespread_limit(world) == limit
-
-
-def test_too_many_mismatches_name_nobody_and_ask_nobody(topology):
-    where = topology("3x2")
-    mismatches = tuple(Mismatch(p, RING.replayer[p], f"x{p}", f"y{p}") for p in range(5))
-    assert set(plan_arbitration(mismatches, where).values()) == {()}
-    judgement = judge_audit(facts(mismatches=mismatches), where)
-    assert judgement.outcome is Outcome.WIDESPREAD
-    assert judgement.named == ()
-    assert judgement.ranks == (0, 1, 2, 3, 4, 5)
-    four = judge_audit(facts(mismatches=mismatches[:4], arbitration={}), where)
-    assert four.outcome is Outcome.INCONCLUSIVE
 
 
 def test_no_two_ranks_that_agree_is_inconclusive(topology):
@@ -233,7 +193,7 @@ def test_arbiters_are_on_other_domains_and_in_no_mismatch_first(topology):
     where = topology("4x2")
     # ranks 0|1 on node 0, 2|3 on 1, 4|5 on 2, 6|7 on 3
     plan = plan_arbitration((Mismatch(0, 2, "x", "y"), Mismatch(4, 1, "x", "y")), where)
-    assert plan == {0: (5, 6), 4: (6, 3)}
+    assert plan == {0: (5, 6), 4: (7, 3)}
 
 
 def test_four_arbiters_for_a_quorum_of_three(topology):
@@ -243,9 +203,7 @@ def test_four_arbiters_for_a_quorum_of_three(topology):
 
 def test_where_too_few_ranks_are_elsewhere_a_fourth_vote_comes_from_the_two_domains(topology):
     plan = plan_arbitration((Mismatch(0, 2, "x", "y"),), topology("2+2+1"))
-    assert plan[0][0] == 4
-    assert set(plan[0][1:]) <= {1, 3}
-    assert len(plan[0]) == 2
+    assert plan == {0: (4, 1, 3)}
 
 
 def test_three_ranks_have_one_arbiter(topology):
@@ -253,7 +211,7 @@ def test_three_ranks_have_one_arbiter(topology):
 
 
 def test_two_domains_ask_no_arbiters(topology):
-    assert plan_arbitration((ONE,), topology("2x2")) == {0: ()}
+    assert plan_arbitration((ONE,), topology("2x2")) == {}
 
 
 def test_single_gpus_count_as_domains_when_told(topology):

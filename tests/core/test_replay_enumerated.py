@@ -54,7 +54,8 @@ def audit(topology, pairing, faults, *, equal, quorum=2):
     arbitration = {
         p: {a: value(a, "A", p, faults, equal) for a in ranks} for p, ranks in plan.items()
     }
-    orders = plan_repeats(settle(mismatches, arbitration, quorum=quorum)) if mismatches else ()
+    settled = settle(mismatches, arbitration, quorum=quorum, domains=topology.domains)
+    orders = plan_repeats(settled)
     facts = AuditFacts(
         comparisons_total=topology.world_size,
         mismatches=mismatches,

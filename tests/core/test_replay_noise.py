@@ -1,21 +1,22 @@
 """A computation that does not repeat must not get anybody named, however often it is audited."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from sdcwatch.core.arbitration import AGREEING_ASKED, REPEATS
+from sdcwatch.core.history import History
 from sdcwatch.core.records import Outcome
 from sdcwatch.core.replay import (
-    AGREEING_ASKED,
-    REPEATS,
     AuditFacts,
     Mismatch,
+    asks_everybody,
     judge_audit,
     plan_arbitration,
     plan_repeats,
+    remember,
     settle,
-    struck_lately,
-    widespread_limit,
 )
 from sdcwatch.core.topology import draw_pairing
 
@@ -43,8 +44,7 @@ def audit(topology, step, noise, **options):
     mismatches = [Mismatch(*pair) for pair in pairs if pair[2] != pair[3]]
     plan = plan_arbitration(mismatches, topology)
     arbitration = {p: {a: noise.compute() for a in ranks} for p, ranks in plan.items()}
-    too_many = len(mismatches) > widespread_limit(topology.world_size)
-    orders = () if too_many else plan_repeats(settle(mismatches, arbitration))
+    orders = plan_repeats(settle(mismatches, arbitration, domains=topology.domains))
     facts = AuditFacts(
         comparisons_total=topology.world_size,
         mismatches=mismatches,
@@ -52,6 +52,7 @@ def audit(topology, step, noise, **options):
         repeats={
             (o.rank, o.producer): tuple(noise.compute() for _ in range(o.times)) for o in orders
         },
+        pairing=pairing,
     )
     return facts, judge_audit(facts, topology, **options)
 
@@ -84,7 +85,7 @@ def test_a_noisy_operation_names_nobody_in_a_thousand_audits(layout, probability
     where, noise, naive, alarms = topology(layout), Noise(probability, seed=7), 0, 0
     for step in range(1, AUDITS + 1):
         # without a memory of earlier strikes: each audit has to hold by itself
-        facts, judgement = audit(where, step, noise, recent_strikes=0)
+        facts, judgement = audit(where, step, noise)
         assert judgement.outcome is not Outcome.SUSPECT
         assert judgement.named == ()
         alarms += judgement.outcome is not Outcome.PASS
@@ -104,18 +105,29 @@ def test_the_chance_that_noise_names_a_rank_stays_below_its_bound():
     assert worst < 3e-7
 
 
-@pytest.mark.parametrize("probability", [0.01, 0.2])
-def test_strikes_of_several_ranks_are_soon_called_nondeterministic(probability, topology):
-    where, noise, history, outcomes = topology("3x2"), Noise(probability, seed=3), [], []
-    for audit_number in range(1, 301):
-        facts, _ = audit(where, audit_number, noise)
-        wrong = settle(facts.mismatches, facts.arbitration).wrong
-        recent = struck_lately(history, audit=audit_number, excluding=wrong)
-        judgement = judge_audit(facts, where, recent_strikes=recent)
-        history += [(audit_number, n.rank) for n in judgement.strikes]
-        outcomes.append(judgement.outcome)
-        assert judgement.named == ()
-    assert Outcome.NONDETERMINISTIC in outcomes
+@pytest.mark.parametrize("probability", [0.005, 0.05, 0.2])
+@pytest.mark.parametrize("layout", ["3x1", "3x2", "4x2"])
+def test_noise_names_nobody_by_strikes_either(layout, probability, topology):
+    where, outcomes = topology(layout), []
+    for seed in range(10):
+        noise, history = Noise(probability, seed), History()
+        for step in range(1, 101):
+            facts, judgement = audit(where, step, noise, history=history)
+            if asks_everybody(judgement, history):
+                restless = [
+                    rank
+                    for rank in range(where.world_size)
+                    if any(noise.compute() != "right" for _ in range(REPEATS))
+                ]
+                facts = replace(facts, restless=tuple(restless))
+                judgement = judge_audit(facts, where, history=history)
+            history = remember(history, facts, judgement, where, step=step)
+            outcomes.append(judgement.outcome)
+            if probability >= 0.05:
+                assert judgement.named == ()
+    named = outcomes.count(Outcome.SUSPECT)
+    assert named <= (3 if probability == 0.005 else 0)  # two chance events on one of W devices
+    assert Outcome.NOT_REPRODUCED in outcomes or Outcome.NONDETERMINISTIC in outcomes
 
 
 @pytest.mark.parametrize("layout", ["3x1", "3x2", "4x2", "3+2+2", "2+2+1"])
@@ -136,7 +148,7 @@ def test_a_rank_that_is_always_wrong_is_named_in_every_audit_of_a_quiet_run(
         mismatches = [Mismatch(*pair) for pair in pairs if pair[2] != pair[3]]
         plan = plan_arbitration(mismatches, where)
         arbitration = {p: {a: compute(a) for a in ranks} for p, ranks in plan.items()}
-        orders = plan_repeats(settle(mismatches, arbitration))
+        orders = plan_repeats(settle(mismatches, arbitration, domains=where.domains))
         repeats = {
             (o.rank, o.producer): tuple(compute(o.rank) for _ in range(o.times)) for o in orders
         }
