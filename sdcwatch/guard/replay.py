@@ -156,7 +156,8 @@ class RingAudit:
         self._held: dict[int, MicroBatch] = {}
         self._seconds: dict[Phase, float] = {}
         self._slowest = 0.0
-        self.history = History()
+        # Preflight has compared every rank with its own replay, not yet with each other.
+        self.history = History(matched=frozenset(range(topology.world_size)))
 
     def forget_strikes(self) -> None:
         """A new preflight has been asked for: streaks start over."""
