@@ -98,7 +98,12 @@ def test_three_inconclusive_audits_in_a_row_ask_for_a_new_preflight():
 
 @pytest.mark.parametrize(
     ("between", "asks"),
-    [(Outcome.PASS, False), (Outcome.SUSPECT, False), (Outcome.NOT_RUN, True), (Outcome.VOID, True)],
+    [
+        (Outcome.PASS, False),
+        (Outcome.SUSPECT, False),
+        (Outcome.NOT_RUN, True),
+        (Outcome.VOID, True),
+    ],
 )
 def test_only_an_audit_that_compared_something_ends_a_streak(between, asks):
     history = History()
