@@ -1,4 +1,4 @@
-# make demo, test, lint, format, stack-up, stack-down. Each makes .venv first if it has to.
+# make demo, test, test-oldest, lint, format, stack-up, stack-down. Each makes what it runs in first.
 #
 # On a machine without a GPU, the CPU build of torch saves gigabytes of download:
 #   make demo TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -10,11 +10,16 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+# Where the oldest torch that pyproject.toml promises is tried.
+OLDEST_VENV := .venv-oldest
+OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Compiling all of torch takes longer than importing the part that is used.
-PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+PIP_OPTIONS := --quiet --no-compile --disable-pip-version-check
+PIP := $(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt
+OLDEST_PIP := $(OLDEST_VENV)/bin/python -m pip install $(PIP_OPTIONS) -c $(OLDEST_VENV)/constraints.txt
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: demo test lint format stack-up stack-down clean
+.PHONY: demo test test-oldest lint format stack-up stack-down clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -22,8 +27,12 @@ demo: $(VENV)/.demo
 
 # Two at a time, because many tests wait for a server; the demo alone, because it fills the machine.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --ignore tests/demo --ignore tests/e2e $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/demo tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --durations 15 --numprocesses 2 --dist loadgroup --ignore tests/demo --ignore tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --durations 15 tests/demo tests/e2e $(PYTEST_ARGS)
+
+# By hand, when what sdcwatch relies on in torch changes.
+test-oldest: $(OLDEST_VENV)/.dev
+	$(OLDEST_VENV)/bin/python -m pytest tests/core tests/checks tests/guard $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -44,7 +53,7 @@ stack-down:
 	GRAFANA_ADMIN_PASSWORD=$${GRAFANA_ADMIN_PASSWORD:-unused} $(COMPOSE) down
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(OLDEST_VENV)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,4 +68,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.demo
 	$(PIP) --editable '.[test,lint]'
+	touch $@
+
+$(OLDEST_VENV)/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	grep -v '^torch==' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	$(OLDEST_PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) 'torch==$(OLDEST_TORCH).*'
+	$(OLDEST_PIP) --editable '.[test]'
 	touch $@

@@ -31,6 +31,7 @@ _ELSEWHERE = {
 _EXTRAS = {
     "yaml": "monitor",
     "grafana_foundation_sdk": "monitor",
+    "markdown_it": "monitor",
     "plotly": "report",
     "jinja2": "report",
     "wandb": "wandb",

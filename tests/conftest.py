@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
 _MAY_SKIP = "gpu"
+_PACKAGES = Path(__file__).parents[1] / ".ci" / "packages"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,3 +60,17 @@ def pytest_make_collect_report(
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     where = report.longrepr
     return str(where[2]) if isinstance(where, tuple) else str(where)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line which Debian packages the tests would have used, if any is missing."""
+    rows = (line.split() for line in _PACKAGES.read_text(encoding="utf-8").splitlines())
+    wanted = [row for row in rows if row and row[0] != "#"]
+    missing = sorted({package for binary, package in wanted if shutil.which(binary) is None})
+    if missing:
+        names = " ".join(missing)
+        terminalreporter.write_line(
+            f"Missing Debian packages, which tests need: {', '.join(missing)}. "
+            f"Do: apt-get install --no-install-recommends {names}",
+            yellow=True,
+        )

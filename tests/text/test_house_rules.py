@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = (ROOT / ".ci" / "packages").read_text(encoding="utf-8")
 
 SKIPS = """\
 import pytest
@@ -31,15 +32,20 @@ def test_that_is_known_to_fail():
 """
 
 
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    shutil.copy(ROOT / "tests" / "conftest.py", folder / "conftest.py")
+def run_pytest(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of `folder` under a copy of our conftest."""
+    for name in ("tests/conftest.py", ".ci/packages"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for test in folder.glob("test_*.py"):
+        test.rename(folder / "tests" / test.name)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: a device\n", encoding="utf-8")
     environment = {k: v for k, v in os.environ.items() if k != "CI"}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(folder)],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables},
         cwd=folder,
         check=False,
     )
@@ -68,6 +74,26 @@ def test_a_module_that_skips_itself_is_a_failure_too(tmp_path: Path) -> None:
 
     assert run_pytest(tmp_path).returncode in (0, 5)
     assert run_pytest(tmp_path, "--require-all").returncode not in (0, 5)
+
+
+def test_the_last_line_but_one_names_the_debian_packages_that_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n", encoding="utf-8")
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    wanted = [line.split() for line in PACKAGES.splitlines() if not line.startswith("#")]
+    for binary in (row[0] for row in wanted):
+        (binaries / binary).touch(mode=0o755)
+
+    complete = run_pytest(tmp_path, PATH=str(binaries))
+    (binaries / "amtool").unlink()
+    (binaries / "chromium").unlink()
+    lacking = run_pytest(tmp_path, PATH=str(binaries))
+
+    assert "Debian" not in complete.stdout
+    assert lacking.stdout.splitlines()[-2] == (
+        "Missing Debian packages, which tests need: chromium, prometheus-alertmanager. "
+        "Do: apt-get install --no-install-recommends chromium prometheus-alertmanager"
+    )
 
 
 def test_no_module_is_longer_than_600_lines() -> None:
