@@ -15,6 +15,11 @@ from sdcwatch.errors import SdcwatchError
 INTERRUPTED_EXIT = 130
 
 _ELSEWHERE = {
+    "doctor": (
+        "sdcwatch.doctor.cli",
+        "doctor",
+        "What here would stop bitwise replay, silence the guard or kill it.",
+    ),
     "monitor": (
         "sdcwatch.stack.cli",  # which adds the drill to the group of sdcwatch.monitor
         "monitor",
@@ -26,7 +31,7 @@ _ELSEWHERE = {
         "Prometheus, Alertmanager and Grafana on this machine.",
     ),
 }
-"""Groups that live beside what they are about: module, attribute, and help for the listing."""
+"""Commands that live beside what they are about: module, attribute, and help for the listing."""
 
 _EXTRAS = {
     "yaml": "monitor",

@@ -1,13 +1,14 @@
 """Configuration of the guard and of its telemetry: frozen, keyword-only, checked at construction.
 
-This is the only module that reads the environment, and only when asked: `GuardConfig.from_env` and
-`launcher_environment`. Arguments beat the environment.
+This is the only module that reads the environment, and only when asked: `GuardConfig.from_env`,
+`launcher_environment` and `relevant_variables`. Arguments beat the environment.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -316,3 +317,32 @@ def launcher_environment() -> LauncherEnvironment:
         cublas_workspace=env.get("CUBLAS_WORKSPACE_CONFIG"),
         kernel_variables={name: env[name] for name in _KERNEL_VARIABLES if name in env},
     )
+
+
+_RELEVANT = re.compile(
+    r"(SDCWATCH|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|NCCL|GLOO|TP|CUDA|CUBLAS|CUDNN|NVIDIA|OTEL|WANDB"
+    r"|OMP|MKL|KMP|GOMP|DNNL|ONEDNN|OPENBLAS)_|(PYTHONHASHSEED|(LOCAL_)?WORLD_SIZE|SLURM_NTASKS)$"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|HEADERS")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@]+@")
+_PREFIX = "SDCWATCH_"
+
+
+def relevant_variables() -> dict[str, str]:
+    """The variables that decide what torch, NCCL, gloo, telemetry and the guard do, if not empty.
+
+    The values of keys, tokens, passwords and headers are left out, and so are the credentials in
+    a URL: what is returned may be printed.
+    """
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        if value and _RELEVANT.match(name):
+            found[name] = "(set)" if _SECRET.search(name) else _CREDENTIALS.sub("", value)
+    return found
+
+
+def unknown_options(names: Iterable[str]) -> dict[str, str]:
+    """The ``SDCWATCH_*`` among `names` that set no option, each with what to do about it."""
+    known = [f"{_PREFIX}{f.name.upper()}" for f in fields(GuardConfig)]
+    unknown = [n for n in names if n.startswith(_PREFIX) and n not in known]
+    return {name: nearest(name, known) for name in unknown}
