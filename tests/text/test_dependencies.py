@@ -29,18 +29,25 @@ def names(requirements: list[str]) -> set[str]:
     return {normal(match[0]) for line in requirements if (match := re.match(r"[\w.-]+", line))}
 
 
-def imported(folder: str) -> Iterator[str]:
+def imported(folder: str) -> set[str]:
     """Top-level packages that the files of a folder import, ours and the standard library aside."""
+    found = set()
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in runtime_nodes(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
+                found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                modules = [node.module or ""]
-            else:
-                continue
-            tops = {module.partition(".")[0] for module in modules}
-            yield from tops - sys.stdlib_module_names - {"sdcwatch"}
+                found.add((node.module or "").partition(".")[0])
+    return found - sys.stdlib_module_names - {"sdcwatch"}
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, except what only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from runtime_nodes(child)
 
 
 def test_every_package_that_sdcwatch_imports_is_declared() -> None:
