@@ -23,12 +23,10 @@ from sdcwatch.core.records import (
 from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
 from sdcwatch.guard.checkpoint import require_place
 from sdcwatch.guard.exchange import Operation, agree
-from sdcwatch.guard.fingerprint import ReplicaCheck
 from sdcwatch.guard.join import JoinableGuard
 from sdcwatch.guard.optimizer import OptimizerHooks
 from sdcwatch.guard.reporter import LOG
 from sdcwatch.guard.setup import assemble, register_hook
-from sdcwatch.guard.step import StepController
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,15 +81,18 @@ class Guard(JoinableGuard):
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._closed = False
-        self._parts = parts = assemble(model, optimizer, loss_fn, options, self._bucket_arrived)
-        super().__init__(parts.exchange, parts.guarded.device, parts.guarded.process_group)
-        self._replicas = ReplicaCheck(self._parts)
-        self._steps = StepController(self._parts, self._replicas)
-        self._hooks = OptimizerHooks(self._parts.guarded.optimizer, self._steps)
+        made = assemble(model, optimizer, loss_fn, options)
+        super().__init__(made.exchange, made.guarded.device, made.guarded.process_group)
+        self._config, self._exchange, self._ddp = made.config, made.exchange, made.guarded.ddp
+        self._reporter, self._watchdog = made.reporter, made.watchdog
+        self._gate, self._probes, self._preflight = made.gate, made.probes, made.preflight
+        self._replicas, self._steps = made.replicas, made.steps
+        self._close_console = made.close_console
+        self._hooks = OptimizerHooks(made.guarded.optimizer, self._steps)
         atexit.register(self._at_exit)
         try:
             self._replicas.check(self._steps.step)
-            register_hook(parts)
+            register_hook(made.guarded, made.probes)
         except BaseException as error:
             self._close(error)
             raise
@@ -139,18 +140,16 @@ class Guard(JoinableGuard):
         self._require_open()
         self._settle()
         step = self._steps.step
-        if self._parts.exchange.anyone_joined():
+        if self._exchange.anyone_joined():
             detail = "a rank has run out of inputs and cannot be asked"
-            self._parts.checkpoints.withhold(step, GateReason.NO_AUDIT, detail, None)
+            self._gate.withhold(step, GateReason.NO_AUDIT, detail, None)
             return False
-        self._parts.reporter.flush()
-        agree(self._parts.exchange, Operation.SAVE, step)
+        self._reporter.flush()
+        agree(self._exchange, Operation.SAVE, step)
         if self._replicas.tainted is None:
             # Also where they were compared after the update: what is saved is what was compared.
             self._replicas.check(step, saving=True)
-        return self._parts.checkpoints.carry_out(
-            step, judge_checkpoint(self._gate_facts(step)), save, on
-        )
+        return self._gate.carry_out(step, judge_checkpoint(self._gate_facts(step)), save, on)
 
     @property
     def last_verdict(self) -> Verdict | None:
@@ -184,12 +183,12 @@ class Guard(JoinableGuard):
             raise gone from error
 
     def _explained(self, error: BaseException) -> RankGone | None:
-        watchdog = self._parts.watchdog
+        watchdog = self._watchdog
         return None if self._closed or watchdog is None else watchdog.explain(error)
 
     def others_synchronise(self) -> bool:
         """See `JoinableGuard`."""
-        ddp = self._parts.guarded.ddp
+        ddp = self._ddp
         return ddp is None or bool(ddp.require_forward_param_sync)
 
     def shadow_step(self) -> None:
@@ -200,12 +199,8 @@ class Guard(JoinableGuard):
         self._steps.settle()
         self._steps.skips.give_up()
 
-    def _bucket_arrived(self) -> None:
-        if not self._closed:
-            self._steps.bucket_arrived()
-
     def _gate_facts(self, step: int) -> GateFacts:
-        verdict, config, parts = self._steps.last_verdict, self._parts.config, self._parts
+        verdict, config = self._steps.last_verdict, self._config
         failed = verdict.check if verdict and verdict.step == step and verdict.failed else None
         on_schedule = config.checkpoint_every is not None and step % config.checkpoint_every == 0
         return GateFacts(
@@ -217,7 +212,7 @@ class Guard(JoinableGuard):
             last_clean_audit_step=self._steps.last_clean_audit,
             audit_age_limit=0 if on_schedule else config.audit_age_limit,
             preflighted=self._steps.armed,
-            audits_on=parts.preflight.coverage is not Coverage.OFF,
+            audits_on=self._preflight.coverage is not Coverage.OFF,
         )
 
     def _require_open(self) -> None:
@@ -239,7 +234,7 @@ class Guard(JoinableGuard):
             atexit.unregister(self._at_exit)
             self._steps.abandon()
             self._hooks.remove()
-            self._parts.screen.release()
+            self._probes.release()
             self._say_once_more(error or self._steps.error)
             self._leave(self._finished(error or self._steps.error))
 
@@ -250,18 +245,17 @@ class Guard(JoinableGuard):
 
     def _say_once_more(self, error: BaseException | None) -> None:
         """A finding ends the process without a traceback: the leader says it, whatever happens."""
-        if isinstance(error, CorruptionDetected) and self._parts.exchange.rank == 0:
+        if isinstance(error, CorruptionDetected) and self._exchange.rank == 0:
             LOG.critical("stopped: %s", error)
 
     def _leave(self, finished: RunFinished) -> None:
-        parts = self._parts
-        parts.exchange.leave(f"{finished.reason} after step {finished.step}")
-        if parts.watchdog is not None:
-            parts.watchdog.close()
-        parts.reporter.emit(finished)
-        parts.reporter.close()
-        parts.close_console()
-        parts.exchange.close()
+        self._exchange.leave(f"{finished.reason} after step {finished.step}")
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._reporter.emit(finished)
+        self._reporter.close()
+        self._close_console()
+        self._exchange.close()
 
     def _finished(self, error: BaseException | None) -> RunFinished:
         code, state, reason = 0, GuardState.FINISHED, "the run ended"

@@ -9,14 +9,11 @@ A failed check taints the run for good: the wrong weight is in the replica.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,19 +24,16 @@ from sdcwatch.checks.fingerprint import (
     salt,
     to_pairs,
 )
+from sdcwatch.config import GuardConfig
 from sdcwatch.core.checkpoint import fingerprint_due
 from sdcwatch.core.fingerprint import FingerprintJudgement, judge_fingerprints
 from sdcwatch.core.outcomes import finding
 from sdcwatch.core.records import Check, Disagreement, GateReason, GuardState, Phase, Verdict
-from sdcwatch.errors import SchemaMismatch
+from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, Operation, agree
-
-if TYPE_CHECKING:
-    from sdcwatch.guard.setup import Parts
-
+from sdcwatch.guard.reporter import Reporter
 
 Named = Sequence[tuple[str, torch.Tensor]]
-LOG = logging.getLogger("sdcwatch")
 DESCRIBED = 10
 """Tensors that differ of which the bits are looked at."""
 DESCRIBED_BYTES = 2**28
@@ -65,6 +59,16 @@ class WeightCheck:
     def __init__(self, replicas: ReplicaSet) -> None:
         self._replicas = replicas
         self._table: torch.Tensor | None = None
+
+    @property
+    def exchange(self) -> Exchange:
+        """The group of the replicas."""
+        return self._replicas.exchange
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors are compared."""
+        return len(self._replicas.named())
 
     def equal(self, operation: str) -> bool:
         """Whether all replicas hold the same bits. One MAX of two words; every rank calls it."""
@@ -135,66 +139,41 @@ def loss_scales(gradients: Sequence[float | None]) -> Sequence[float | None]:
     return finite if len(mantissas) == 1 and len(set(finite)) > 1 else ()
 
 
-def require_same_schema(exchange: Exchange, named: Named) -> None:
-    """Check that every rank has the same parameters. Every rank calls it.
-
-    Raises:
-        SchemaMismatch: Names, shapes or dtypes differ; says which and on which ranks.
-    """
-    schema = [(name, str(tuple(t.shape)), str(t.dtype)) for name, t in named]
-    encoded = json.dumps(schema).encode()
-    word = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big") >> 1
-    top, bottom = exchange.max_int64s((word, ~word), "the comparison of model schemas")
-    if top == ~bottom:
-        return
-    rows = [json.loads(r) for r in exchange.gather(encoded, "the comparison of model schemas")]
-    error = SchemaMismatch(schema_differences(rows))
-    LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
-    raise error
-
-
-def schema_differences(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """One sentence per parameter that is not the same on every rank, at most ten."""
-    tables = [{name: f"{shape} {dtype}" for name, shape, dtype in row} for row in rows]
-    said = []
-    for name in dict.fromkeys(n for table in tables for n in table):
-        sides: dict[str, list[int]] = {}
-        for rank, table in enumerate(tables):
-            sides.setdefault(table.get(name, "missing"), []).append(rank)
-        if len(sides) > 1:
-            said.append(
-                f"{name}: " + ", ".join(f"{what} on ranks {who}" for what, who in sides.items())
-            )
-    if not said:
-        said.append("the parameters come in a different order")
-    return said[:10]
-
-
 class ReplicaCheck:
     """Check 3 in the course of a run.
 
+    Args:
+        weights: Compares them.
+        config: When it is due, and whether a failure stops the run.
+        reporter: Takes the results.
+        gate: Told of a checkpoint that is withheld.
+
     Attributes:
+        weights: As given.
         tainted: The verdict that tainted the run, or None.
         passed_at: Step of the latest check that passed.
         loss_gradient: The gradient that arrived at the latest loss: tells apart loss scales.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(
+        self, weights: WeightCheck, config: GuardConfig, reporter: Reporter, gate: CheckpointGate
+    ) -> None:
+        self.weights = weights
+        self._config, self._reporter, self._gate = config, reporter, gate
         self.tainted: Verdict | None = None
         self.passed_at: int | None = None
         self.loss_gradient: torch.Tensor | None = None
 
     def after_update(self, step: int) -> None:
         """Compare if it is due. Every rank calls it after the same update."""
-        config = self._parts.config
+        config, exchange = self._config, self.weights.exchange
         due = fingerprint_due(
             step,
             fingerprint_every=config.fingerprint_every,
             checkpoint_every=config.checkpoint_every,
         )
-        if due and self.tainted is None and not self._parts.exchange.anyone_joined():
-            agree(self._parts.exchange, Operation.WEIGHTS, step)
+        if due and self.tainted is None and not exchange.anyone_joined():
+            agree(exchange, Operation.WEIGHTS, step)
             self.check(step)
 
     def check(self, step: int, *, saving: bool = False) -> None:
@@ -207,9 +186,9 @@ class ReplicaCheck:
         Raises:
             CorruptionDetected: Replicas differ, unless the guard only observes.
         """
-        reporter = self._parts.reporter
+        reporter = self._reporter
         with reporter.timed(Check.FINGERPRINT, Phase.DIGEST):
-            equal = self._parts.weights.equal(f"the weight check of step {step}")
+            equal = self.weights.equal(f"the weight check of step {step}")
         reporter.window.weight_checks += 1
         if not equal:
             self.differ(step, saving=saving)
@@ -228,18 +207,19 @@ class ReplicaCheck:
         """
         if self.tainted is not None:
             return
-        parts, config = self._parts, self._parts.config
+        config = self._config
         gradient = self.loss_gradient
-        judgement = parts.weights.dissent(
+        judgement = self.weights.dissent(
             f"the weight check of step {step}", None if gradient is None else float(gradient)
         )
-        tensors = len(parts.guarded.replicated(buffers=config.buffers))
-        verdict = self.tainted = parts.verdicts.fingerprint(step, judgement, tensors)
-        parts.reporter.emit(verdict)
-        parts.reporter.enter(GuardState.TAINTED, "the replicas hold different weights")
+        verdict = self.tainted = self._reporter.verdicts.fingerprint(
+            step, judgement, self.weights.tensors
+        )
+        self._reporter.emit(verdict)
+        self._reporter.enter(GuardState.TAINTED, "the replicas hold different weights")
         if config.mode == "observe":
             return
         every = config.checkpoint_every
         if saving or (every is not None and step % every == 0 < step):
-            parts.checkpoints.withhold(step, GateReason.FINGERPRINT, verdict.reason, None)
+            self._gate.withhold(step, GateReason.FINGERPRINT, verdict.reason, None)
         raise finding(verdict)

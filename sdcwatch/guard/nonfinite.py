@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -29,12 +28,9 @@ from sdcwatch.core.nonfinite import (
 from sdcwatch.core.topology import Topology
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.guarded import Guarded
+from sdcwatch.guard.hook import GradientProbes
 from sdcwatch.guard.replay import OwnStep, pack_or_nothing, unpack_or_error
 from sdcwatch.guard.window import StepWindow
-
-if TYPE_CHECKING:
-    from sdcwatch.guard.setup import Parts
-
 
 ReplayScaled = Callable[[MicroBatch, bool], ReplayResult]
 SECONDS_PER_REPLAY = 60.0
@@ -170,6 +166,19 @@ class NonfiniteInvestigation:
         return {r.producer: r for r in found}
 
 
+@dataclass(frozen=True, slots=True)
+class NonfiniteCheck:
+    """Check 1.
+
+    Attributes:
+        probes: What the communication hook saw of each bucket.
+        investigation: Finds out where a non-finite value comes from.
+    """
+
+    probes: GradientProbes
+    investigation: NonfiniteInvestigation
+
+
 def _scaled(micro_batches: Sequence[MicroBatch]) -> bool:
     """Whether the loss was scaled up before its backward, as GradScaler does."""
     gradients = [m.loss_gradient for m in micro_batches if m.loss_gradient is not None]
@@ -215,13 +224,15 @@ def gradient_homes(guarded: Guarded) -> dict[int, int]:
     }
 
 
-def observe(parts: Parts, window: StepWindow) -> tuple[RankFinite, float | None]:
+def observe(
+    guarded: Guarded, screen: GradientProbes, window: StepWindow, rank: int
+) -> tuple[RankFinite, float | None]:
     """The step's one read of the device: loss, local and reduced screens.
 
     Returns:
-        What this rank saw, `weights` not looked at, and the last finite or non-finite loss.
+        What this rank saw, `weights` not looked at, and the last finite or non-finite loss; None
+        for a step without one.
     """
-    screen, guarded = parts.screen, parts.guarded
     losses = [f.value.reshape(()).float() for f in window.finished_forwards]
     if guarded.ddp is None:
         local = reduced = [g.sum().float() for g in _gradients(guarded)]
@@ -235,7 +246,7 @@ def observe(parts: Parts, window: StepWindow) -> tuple[RankFinite, float | None]
     if seen_reduced:  # the sum of finite numbers may overflow
         seen_reduced = any(confirm_nonfinite(g) for g in _gradients(guarded))
     own = RankFinite(
-        rank=parts.exchange.rank,
+        rank=rank,
         local=seen_local,
         reduced=seen_reduced,
         loss=not all(map(math.isfinite, values[:n])),
@@ -243,7 +254,7 @@ def observe(parts: Parts, window: StepWindow) -> tuple[RankFinite, float | None]
         buckets_reduced=elements,
         buckets_expected=expected,
     )
-    return own, values[n - 1] if n else parts.reporter.loss
+    return own, values[n - 1] if n else None
 
 
 def _gradients(guarded: Guarded) -> list[torch.Tensor]:
@@ -287,7 +298,7 @@ def gradients_hold_nan(guarded: Guarded) -> bool:
     return any(bool(torch.isnan(v).any()) for v in values)
 
 
-def own_step(parts: Parts, window: StepWindow) -> OwnStep | None:
+def own_step(window: StepWindow) -> OwnStep | None:
     """What was captured of the synchronising backward; None if it cannot be replayed."""
     captured = [
         f.pending.finish() for f in window.finished_forwards if f.synchronises and f.pending.audit

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 
 from sdcwatch.core.preflight import PreflightJudgement, SelfAudit, judge_preflight
 from sdcwatch.core.records import SHOWN, Coverage
 from sdcwatch.guard.exchange import Exchange
-from sdcwatch.guard.replay import OwnStep, Replay, environment_differences, result_table
+from sdcwatch.guard.replay import OwnStep, Replay, RingAudit, environment_differences, result_table
 
 
 class Preflight:
@@ -113,3 +113,18 @@ class Preflight:
             gradients_repeat=torch.equal(one[1:], two[1:]),
             differing=tuple(names[:SHOWN]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCheck:
+    """Check 2.
+
+    Attributes:
+        preflight: Says what audits can promise, before they begin.
+        audit: Makes one.
+        off: Why there are none, or "".
+    """
+
+    preflight: Preflight
+    audit: RingAudit
+    off: str

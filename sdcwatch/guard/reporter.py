@@ -117,6 +117,7 @@ class Reporter:
 
     Args:
         sink: Where records go; never raises. Writes the event log before `emit` returns.
+        verdicts: Builds verdicts; the attribute of that name.
         summary_path: Where summary.json goes, or None.
         leader: Log a line per event.
         start_step: Step before the first.
@@ -125,12 +126,13 @@ class Reporter:
     def __init__(
         self,
         sink: Emitter,
+        verdicts: VerdictBuilder,
         *,
         summary_path: Path | None,
         leader: bool,
         start_step: int,
     ) -> None:
-        self._sink = sink
+        self._sink, self.verdicts = sink, verdicts
         self._summary_path, self._leader = summary_path, leader
         self._last = time.monotonic()
         self._said: set[str] = set()

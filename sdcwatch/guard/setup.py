@@ -1,7 +1,8 @@
-"""Puts a guard together: everything is checked before the model or optimizer is touched.
+"""Puts a guard together: validate, meet, build.
 
-First what this rank was given, then the other ranks: the same options, the same model, who is
-where. Then the parts are built. Nothing is put on the model until all of that has passed.
+First what this rank was given is checked; then it introduces itself to the others, in one gather,
+and all compare; then each collaborator is built from what it uses. Nothing is put on the model or
+on the optimizer until all of that has passed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,63 +24,75 @@ from sdcwatch import __version__
 from sdcwatch.checks.capture import Capture
 from sdcwatch.checks.determinism import DeterministicSwitches, EagerStance, environment_facts
 from sdcwatch.config import GuardConfig, LauncherEnvironment, launcher_environment
+from sdcwatch.core.introduction import (
+    Introduction,
+    option_differences,
+    same_schema,
+    schema_differences,
+    schema_digest,
+)
 from sdcwatch.core.records import Hang, RunStarted
-from sdcwatch.core.text import count, list_names, list_ranks
+from sdcwatch.core.text import count, list_names
 from sdcwatch.core.topology import RankInfo, Topology, choose_fault_domain, pairing_problem
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.errors import ConfigurationError, SchemaMismatch
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, GlooExchange
-from sdcwatch.guard.fingerprint import ReplicaSet, WeightCheck, require_same_schema
+from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, WeightCheck
 from sdcwatch.guard.guarded import Guarded, LossFn, bare_module, find_ddp
 from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
-from sdcwatch.guard.nonfinite import NonfiniteInvestigation
+from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation
 from sdcwatch.guard.optimizer import unwrap
-from sdcwatch.guard.preflight import Preflight
+from sdcwatch.guard.preflight import Preflight, ReplayCheck
 from sdcwatch.guard.replay import AuditPolicy, RingAudit
 from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
+from sdcwatch.guard.step import StepController
 from sdcwatch.guard.watchdog import Watchdog
+from sdcwatch.guard.window import Recorder
 from sdcwatch.sinks.base import Sink
 from sdcwatch.sinks.build import build_sinks
-from sdcwatch.sinks.dispatch import Dispatcher
 from sdcwatch.sinks.wandb import active_run_id
 
 POLLS_PER_DEADLINE = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of a guard."""
+class Meeting:
+    """What the ranks agreed on before anything was built.
+
+    Attributes:
+        run: Name of the run.
+        topology: Who is where.
+        audits_off: Why there will be no audits, or "".
+        notes: What a person should know from the start.
+    """
+
+    run: str
+    topology: Topology
+    audits_off: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What a `Guard` is made of. It is taken apart there and handed to nobody else."""
 
     config: GuardConfig
     guarded: Guarded
-    exchange: Exchange
-    topology: Topology
+    exchange: GlooExchange
     reporter: Reporter
-    capture: Capture
-    switches: DeterministicSwitches
-    stance: EagerStance
-    screen: GradientProbes
+    probes: GradientProbes
     preflight: Preflight
-    audit: RingAudit
-    investigation: NonfiniteInvestigation
-    weights: WeightCheck
-    verdicts: VerdictBuilder
-    checkpoints: CheckpointGate
+    gate: CheckpointGate
+    replicas: ReplicaCheck
+    steps: StepController
     watchdog: Watchdog | None
-    audits_off: str
-    """Why audits are off; empty if they are on."""
-    close_console: Callable[[], None] = lambda: None
-    """Gives back what the log put on stderr."""
+    close_console: Callable[[], None]
 
 
 def assemble(
-    model: torch.nn.Module,
-    optimizer: Any,
-    loss_fn: LossFn,
-    options: Mapping[str, Any],
-    on_bucket: Callable[[], None],
-) -> Parts:
-    """Check the arguments, meet the other ranks, and build every part. Every rank calls it.
+    model: torch.nn.Module, optimizer: Any, loss_fn: LossFn, options: Mapping[str, Any]
+) -> Assembly:
+    """Check the arguments, meet the other ranks, and build. Every rank calls it.
 
     Nothing is put on the model yet; see `register_hook`.
 
@@ -97,37 +110,59 @@ def assemble(
             guarded.process_group, deadline_seconds=config.deadline_seconds, device=guarded.device
         )
         try:
-            parts = _meet(config, guarded, exchange, sinks, on_bucket)
+            meeting = meet(exchange, config, guarded)
+            reporter = _report(config, guarded, exchange, meeting, sinks)
+            return _build(config, guarded, exchange, meeting, reporter, close_console)
         except BaseException as error:
             exchange.leave(f"sdcwatch.init ended with {type(error).__name__}")
             raise
     except BaseException:
         close_console()
         raise
-    return replace(parts, close_console=close_console)
 
 
-def _meet(
+def meet(exchange: Exchange, config: GuardConfig, guarded: Guarded) -> Meeting:
+    """Introduce this rank to the others, and compare. One gather; every rank calls it.
+
+    Raises:
+        ConfigurationError: Ranks were given different options; raised on every rank.
+        SchemaMismatch: Ranks hold different models; raised on every rank.
+    """
+    schema = schema_of(guarded.replicated(buffers=config.buffers))
+    environment = launcher_environment()
+    own = Introduction(
+        info=own_identity(exchange.rank, config, environment, guarded.device),
+        run=run_name(config, environment),
+        options=_shared_options(config),
+        schema=schema_digest(schema),
+    )
+    ranks = [Introduction.decode(r) for r in exchange.gather(own.encode(), "sdcwatch.init")]
+    require_same_options(ranks)
+    if not same_schema(ranks):
+        rows = exchange.gather(json.dumps(schema).encode(), "the comparison of model schemas")
+        mismatch = SchemaMismatch(schema_differences([json.loads(r) for r in rows]))
+        LOG.critical(mismatch)  # uncaught it ends the process without a word, as SystemExit does
+        raise mismatch
+    infos = tuple(one.info for one in ranks)
+    domain, note = choose_fault_domain(infos, config.fault_domain)
+    topology = Topology(infos, domain)
+    off = why_audits_are_off(config, topology)
+    unguarded = why_partly_guarded(guarded.module, guarded.optimizer)
+    notes = tuple(n for n in (note if not off else "", off, unguarded) if n)
+    return Meeting(ranks[0].run, topology, off, notes)
+
+
+def _report(
     config: GuardConfig,
     guarded: Guarded,
-    exchange: GlooExchange,
+    exchange: Exchange,
+    meeting: Meeting,
     sinks: Sequence[Sink],
-    on_bucket: Callable[[], None],
-) -> Parts:
-    """Compare notes with the other ranks, and build every part."""
+) -> Reporter:
+    """Open the event log and the sinks, and give out the start record."""
     environment = launcher_environment()
-    require_same_options(exchange, config)
-    require_same_schema(exchange, guarded.replicated(buffers=config.buffers))
-    run = agree_on_run(exchange, run_name(config, environment))
-    run_dir = make_run_dir(config, run)
-    own = own_identity(exchange, config, environment, guarded.device)
-    ranks = gather_ranks(exchange, own)
-    domain, note = choose_fault_domain(ranks, config.fault_domain)
-    topology = Topology(ranks, domain)
-    audits_off = why_audits_are_off(config, topology)
-    unguarded = why_partly_guarded(guarded.module, guarded.optimizer)
-    notes = tuple(n for n in (note if not audits_off else "", audits_off, unguarded) if n)
-    start = _start_record(config, guarded, topology, run, notes)
+    run_dir = make_run_dir(config, meeting.run)
+    start = _start_record(config, guarded, meeting)
     dispatcher, lines = build_sinks(
         config.telemetry,
         start,
@@ -137,23 +172,97 @@ def _meet(
         run_dir=run_dir,
         extra=sinks,
     )
-    reporter = _reporter(config, exchange, dispatcher, run_dir)
+    leader = exchange.rank == 0
+    reporter = Reporter(
+        dispatcher,
+        VerdictBuilder(meeting.topology, observing=config.mode == "observe"),
+        summary_path=run_dir / "summary.json" if leader else None,
+        leader=leader,
+        start_step=config.start_step,
+    )
     reporter.emit(replace(start, links={**start.links, **dispatcher.links}))
-    if exchange.rank == 0:
-        for text in (*lines, *notes):
+    if leader:
+        for text in (*lines, *meeting.notes):
             LOG.info(text)
-    return _parts(config, guarded, exchange, topology, reporter, on_bucket, audits_off)
+    return reporter
 
 
-def register_hook(parts: Parts) -> None:
+def _build(
+    config: GuardConfig,
+    guarded: Guarded,
+    exchange: GlooExchange,
+    meeting: Meeting,
+    reporter: Reporter,
+    close_console: Callable[[], None],
+) -> Assembly:
+    gate = CheckpointGate(exchange, reporter)
+    replicas = ReplicaCheck(
+        WeightCheck(ReplicaSet(exchange, lambda: guarded.replicated(buffers=config.buffers))),
+        config,
+        reporter,
+        gate,
+    )
+    replay = _replay_check(config, guarded, exchange, meeting)
+    watchdog = _watchdog(config, exchange, reporter)
+    # Late: from here on the hook of a closed guard, which DDP keeps, calls this one.
+    probes = _probes(config, guarded, exchange, lambda: steps.bucket_arrived())
+    steps = StepController(
+        config,
+        guarded,
+        exchange,
+        reporter,
+        recorder=Recorder(
+            Capture(guarded.module, guarded.named, guarded.device),
+            DeterministicSwitches(guarded.device),
+            EagerStance(),
+        ),
+        nonfinite=NonfiniteCheck(
+            probes,
+            NonfiniteInvestigation(exchange, meeting.topology, guarded.replay, guarded.device),
+        ),
+        replay=replay,
+        replicas=replicas,
+        gate=gate,
+        watchdog=watchdog,
+    )
+    return Assembly(
+        config=config,
+        guarded=guarded,
+        exchange=exchange,
+        reporter=reporter,
+        probes=probes,
+        preflight=replay.preflight,
+        gate=gate,
+        replicas=replicas,
+        steps=steps,
+        watchdog=watchdog,
+        close_console=close_console,
+    )
+
+
+def _replay_check(
+    config: GuardConfig, guarded: Guarded, exchange: Exchange, meeting: Meeting
+) -> ReplayCheck:
+    names = [name for name, _ in guarded.named]
+    facts = partial(_facts, guarded)
+    rounds = config.preflight_micro_batches
+    policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts)
+    return ReplayCheck(
+        Preflight(exchange, guarded.replay, names, rounds=rounds, facts=facts),
+        RingAudit(exchange, meeting.topology, guarded.replay, names, policy=policy),
+        meeting.audits_off,
+    )
+
+
+def register_hook(guarded: Guarded, probes: GradientProbes) -> None:
     """Put the communication hook on the DDP model: last, because it cannot be taken off again."""
-    ddp, guarded = parts.guarded.ddp, parts.guarded
-    if ddp is None or any(state is parts.screen for _, state in ddp._comm_hooks):
+    ddp = guarded.ddp
+    if ddp is None or any(state is probes for _, state in ddp._comm_hooks):
         return
     # Marking the hook imports the compiler, which takes seconds: only where it is in use.
     disable: Callable[..., Any] = torch.compiler.disable
     hook = disable(guard_hook) if guarded.compiled else guard_hook
-    ddp.register_comm_hook(parts.screen, hook)
+    ddp.register_comm_hook(probes, hook)
 
 
 def _guarded(
@@ -187,16 +296,14 @@ def why_audits_are_off(config: GuardConfig, topology: Topology) -> str:
     raise ConfigurationError(msg)
 
 
-def _start_record(
-    config: GuardConfig, guarded: Guarded, topology: Topology, run: str, notes: tuple[str, ...]
-) -> RunStarted:
+def _start_record(config: GuardConfig, guarded: Guarded, meeting: Meeting) -> RunStarted:
     return RunStarted(
         step=config.start_step,
         time=time.time(),
-        run=run,
+        run=meeting.run,
         version=__version__,
-        ranks=topology.ranks,
-        fault_domain=topology.fault_domain,
+        ranks=meeting.topology.ranks,
+        fault_domain=meeting.topology.fault_domain,
         mode=config.mode,
         on_failure=config.on_failure,
         audit_every=config.audit_every or 0,
@@ -207,7 +314,7 @@ def _start_record(
         parameters=sum(p.numel() for _, p in guarded.named),
         parameter_bytes=sum(p.numel() * p.element_size() for _, p in guarded.named),
         environment=_facts(guarded),
-        notes=notes,
+        notes=meeting.notes,
     )
 
 
@@ -221,65 +328,13 @@ def _facts(guarded: Guarded) -> dict[str, str]:
     )
 
 
-def _reporter(
-    config: GuardConfig, exchange: Exchange, dispatcher: Dispatcher, run_dir: Path
-) -> Reporter:
-    leader = exchange.rank == 0
-    return Reporter(
-        dispatcher,
-        summary_path=run_dir / "summary.json" if leader else None,
-        leader=leader,
-        start_step=config.start_step,
-    )
-
-
-def _parts(  # noqa: PLR0913 - what _meet has found out
-    config: GuardConfig,
-    guarded: Guarded,
-    exchange: GlooExchange,
-    topology: Topology,
-    reporter: Reporter,
-    on_bucket: Callable[[], None],
-    audits_off: str,
-) -> Parts:
-    names = [name for name, _ in guarded.named]
-    facts = partial(_facts, guarded)
-    policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts)
-    replicas = ReplicaSet(exchange, lambda: guarded.replicated(buffers=config.buffers))
-    return Parts(
-        config=config,
-        guarded=guarded,
-        exchange=exchange,
-        topology=topology,
-        reporter=reporter,
-        capture=Capture(guarded.module, guarded.named, guarded.device),
-        switches=DeterministicSwitches(guarded.device),
-        stance=EagerStance(),
-        screen=_screen(config, guarded, exchange, on_bucket),
-        preflight=Preflight(
-            exchange,
-            guarded.replay,
-            names,
-            rounds=config.preflight_micro_batches,
-            facts=facts,
-        ),
-        audit=RingAudit(exchange, topology, guarded.replay, names, policy=policy),
-        investigation=NonfiniteInvestigation(exchange, topology, guarded.replay, guarded.device),
-        weights=WeightCheck(replicas),
-        verdicts=VerdictBuilder(topology, observing=config.mode == "observe"),
-        checkpoints=CheckpointGate(exchange, reporter),
-        watchdog=_watchdog(config, exchange, reporter),
-        audits_off=audits_off,
-    )
-
-
-def _screen(
+def _probes(
     config: GuardConfig, guarded: Guarded, exchange: Exchange, on_bucket: Callable[[], None]
 ) -> GradientProbes:
     group, world = guarded.process_group, exchange.world_size
-    screen = GradientProbes(group, world, on_bucket, config.comm_hook)
+    probes = GradientProbes(group, world, on_bucket, config.comm_hook)
     closed = None if guarded.ddp is None else released_probes(guarded.ddp)
-    return screen if closed is None else screen.take_over(closed)
+    return probes if closed is None else probes.take_over(closed)
 
 
 def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -> Watchdog | None:
@@ -431,20 +486,15 @@ def run_name(config: GuardConfig, environment: LauncherEnvironment) -> str:
     return known or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime())
 
 
-def agree_on_run(exchange: Exchange, name: str) -> str:
-    """The leader's name of the run: start times differ between ranks. Every rank calls it."""
-    return exchange.gather(name.encode(), "the name of the run")[0].decode()
-
-
 def own_identity(
-    exchange: Exchange, config: GuardConfig, environment: LauncherEnvironment, device: torch.device
+    rank: int, config: GuardConfig, environment: LauncherEnvironment, device: torch.device
 ) -> RankInfo:
     """The identity of this rank."""
     host = socket.gethostname()
     node = config.node or host
     index, uuid = _gpu(device)
     return RankInfo(
-        rank=exchange.rank,
+        rank=rank,
         node=node,
         host=host,
         local_rank=environment.local_rank,
@@ -463,12 +513,6 @@ def _gpu(device: torch.device) -> tuple[int | None, str | None]:
     return index, None if uuid is None else f"GPU-{uuid}"
 
 
-def gather_ranks(exchange: Exchange, own: RankInfo) -> tuple[RankInfo, ...]:
-    """The identity of every rank. Every rank calls it."""
-    rows = exchange.gather(json.dumps(asdict(own)).encode(), "the gathering of the topology")
-    return tuple(RankInfo(**json.loads(row)) for row in rows)
-
-
 _OF_ONE_RANK = frozenset(
     ("run", "run_dir", "node", "instance_id", "gpu_uuid", "comm_hook", "telemetry", "console")
 )
@@ -477,29 +521,35 @@ _SAID_BY_DESYNC = frozenset(("start_step",))
 """The first header compares steps, and its error says which rank is at which."""
 
 
-def require_same_options(exchange: Exchange, config: GuardConfig) -> None:
-    """Check that every rank was given the same options. Every rank calls it.
+def _as_text(config: GuardConfig) -> dict[str, str]:
+    names = [f.name for f in fields(config) if f.name not in _OF_ONE_RANK | _SAID_BY_DESYNC]
+    return {name: repr(getattr(config, name)) for name in names}
+
+
+def _shared_options(config: GuardConfig) -> dict[str, str]:
+    """Those that were not left as they are: what is equal everywhere by default need not travel."""
+    defaults = _as_text(GuardConfig())
+    return {name: text for name, text in _as_text(config).items() if text != defaults[name]}
+
+
+def require_same_options(ranks: Sequence[Introduction]) -> None:
+    """Check that every rank was given the same options.
 
     Raises:
-        ConfigurationError: They differ; raised on every rank, naming the options and the ranks.
+        ConfigurationError: They differ; names the options and the ranks.
     """
-    names = [f.name for f in fields(config) if f.name not in _OF_ONE_RANK | _SAID_BY_DESYNC]
-    message = json.dumps({name: repr(getattr(config, name)) for name in names}).encode()
-    rows = [json.loads(r) for r in exchange.gather(message, "the comparison of options")]
-    said = []
-    for name in names:
-        sides: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
-            sides.setdefault(row.get(name, "nothing"), []).append(rank)
-        if len(sides) > 1:
-            parts = [f"{value} on {list_ranks(ranks)}" for value, ranks in sides.items()]
-            said.append(f"`{name}` {', '.join(parts)}")
-    if said:
+    differences = option_differences(ranks, _as_text(GuardConfig()))
+    if differences:
         msg = (
-            f"Expected the same options on every rank, but got {'; '.join(said)}. Pass the same "
-            "arguments and SDCWATCH_* variables everywhere."
+            f"Expected the same options on every rank, but got {'; '.join(differences)}. Pass the "
+            "same arguments and SDCWATCH_* variables everywhere."
         )
         raise ConfigurationError(msg)
+
+
+def schema_of(named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, str, str]]:
+    """Name, shape and dtype of each tensor."""
+    return [(name, str(tuple(t.shape)), str(t.dtype)) for name, t in named]
 
 
 def why_partly_guarded(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

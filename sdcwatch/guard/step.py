@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from sdcwatch.config import GuardConfig
 from sdcwatch.core.checkpoint import audit_due
 from sdcwatch.core.nonfinite import RankFinite, after_join
 from sdcwatch.core.outcomes import finding
@@ -35,29 +36,48 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.guard.exchange import Code, Operation, agree, missing_ranks
+from sdcwatch.guard.checkpoint import CheckpointGate
+from sdcwatch.guard.exchange import Code, Exchange, Operation, agree, missing_ranks
 from sdcwatch.guard.fingerprint import ReplicaCheck
 from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.nonfinite import (
+    NonfiniteCheck,
     gradient_homes,
     gradients_hold_nan,
     observe,
     own_step,
     weights_nonfinite,
 )
+from sdcwatch.guard.preflight import ReplayCheck
 from sdcwatch.guard.replay import AuditResult, OwnStep
 from sdcwatch.guard.reporter import Reporter
-from sdcwatch.guard.window import Decision, Forward, StepWindow, graph_of, require_scalar
-
-if TYPE_CHECKING:
-    from sdcwatch.guard.setup import Parts
-
+from sdcwatch.guard.watchdog import Watchdog
+from sdcwatch.guard.window import (
+    Decision,
+    Forward,
+    Recorder,
+    StepWindow,
+    graph_of,
+    require_scalar,
+)
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
 class StepController:
     """The state of a guarded loop from step to step.
+
+    Args:
+        config: When audits are due, and what a failed check leads to.
+        guarded: The model and the optimizer.
+        exchange: Where ranks agree on what to do.
+        reporter: Takes what happened.
+        recorder: Keeps micro-batches for a replay.
+        nonfinite: Check 1.
+        replay: Check 2, and preflight.
+        replicas: Check 3.
+        gate: Told of each audit.
+        watchdog: Told where the training thread may hang; None for a world of one.
 
     Attributes:
         step: Current step; before the first, the one resumed from.
@@ -68,32 +88,46 @@ class StepController:
         error: What the guard raised in a backward or an update, for the last record.
     """
 
-    def __init__(self, parts: Parts, replicas: ReplicaCheck) -> None:
-        self._parts, self._replicas = parts, replicas
-        self.step = parts.config.start_step
+    def __init__(  # noqa: PLR0913 - the collaborators of a step, each once
+        self,
+        config: GuardConfig,
+        guarded: Guarded,
+        exchange: Exchange,
+        reporter: Reporter,
+        *,
+        recorder: Recorder,
+        nonfinite: NonfiniteCheck,
+        replay: ReplayCheck,
+        replicas: ReplicaCheck,
+        gate: CheckpointGate,
+        watchdog: Watchdog | None,
+    ) -> None:
+        self._config, self._guarded = config, guarded
+        self._exchange, self._reporter = exchange, reporter
+        self._recorder, self._nonfinite_check = recorder, nonfinite
+        self._replay_check, self._replicas = replay, replicas
+        self._gate, self._watchdog = gate, watchdog
+        self.step = config.start_step
         self.last_verdict: Verdict | None = None
         self.last_clean_audit: int | None = None
         self.armed = False
         self._window: StepWindow | None = None
         self._queued = False
         self._postponed = False
-        self.skips = SkipTracker(parts.guarded, parts.reporter, parts.config.max_consecutive_skips)
+        self.skips = SkipTracker(guarded, reporter, config.max_consecutive_skips)
         self.error: BaseException | None = None
         self._missing_since = -1
-        if parts.audits_off:
-            parts.preflight.decide(Coverage.OFF, parts.audits_off)
+        if replay.off:
+            replay.preflight.decide(Coverage.OFF, replay.off)
             self._arm()
         else:
-            parts.reporter.enter(
-                GuardState.PREFLIGHT, "the first steps are checked against themselves"
-            )
+            reporter.enter(GuardState.PREFLIGHT, "the first steps are checked against themselves")
 
     # --- the forward ---
 
     def forward(self, batch: Any) -> torch.Tensor:
         """Compute the loss of one micro-batch and remember how."""
-        parts = self._parts
-        guarded = parts.guarded
+        guarded = self._guarded
         window = self._open()
         window.drop_abandoned()
         synchronises = guarded.ddp is None or bool(guarded.ddp.require_backward_grad_sync)
@@ -102,8 +136,8 @@ class StepController:
             self._apply_switches()
         self._enter_danger(window.step)
         try:
-            with parts.reporter.timed(Check.REPLAY, Phase.CAPTURE):
-                pending = parts.capture.begin(batch, audit=audit)
+            with self._reporter.timed(Check.REPLAY, Phase.CAPTURE):
+                pending = self._recorder.capture.begin(batch, audit=audit)
             loss = guarded.loss_fn(guarded.model, batch)
             require_scalar(loss)
             pending.attach_loss(loss, lambda _: self._backward_begins() if synchronises else None)
@@ -114,10 +148,10 @@ class StepController:
             raise
         self._leave_danger()
         if pending.problem:
-            parts.reporter.note_once("not_transportable", pending.problem)
+            self._reporter.note_once("not_transportable", pending.problem)
         if pending.changed_in_place:
             text = "loss_fn changes its batch in place; audits use the copy taken before"
-            parts.reporter.note_once("batch_changed", text)
+            self._reporter.note_once("batch_changed", text)
         window.forwards.append(Forward(pending, graph_of(loss), loss.detach(), synchronises))
         return loss
 
@@ -128,12 +162,12 @@ class StepController:
             self.abandon()
         if self._window is None:
             self.step += 1
-            self._parts.reporter.step = self.step
+            self._reporter.step = self.step
             self._window = StepWindow(self.step)
         return self._window
 
     def _wants_audit(self, step: int) -> bool:
-        preflight, config = self._parts.preflight, self._parts.config
+        preflight, config = self._replay_check.preflight, self._config
         if preflight.coverage is None:
             return True
         if preflight.coverage is Coverage.OFF:
@@ -156,7 +190,7 @@ class StepController:
         self._queued = True
         self._enter_danger(self.step)
         self.skips.backward_begins()
-        self._parts.screen.begin(gradient_homes(self._parts.guarded))
+        self._nonfinite_check.probes.begin(gradient_homes(self._guarded))
         # Queued twice, so as to run behind the finalisation that DDP queues.
         _ENGINE.queue_callback(lambda: _ENGINE.queue_callback(self._backward_ended))
 
@@ -173,14 +207,16 @@ class StepController:
             self._clear()
 
     def _decide(self, window: StepWindow) -> None:
-        parts, reporter = self._parts, self._parts.reporter
+        reporter = self._reporter
         with reporter.timed(Check.NONFINITE, Phase.PROBE):
-            own, reporter.loss = observe(parts, window)
+            probes, rank = self._nonfinite_check.probes, self._exchange.rank
+            own, loss = observe(self._guarded, probes, window, rank)
+            reporter.loss = reporter.loss if loss is None else loss
         seen = own.local or own.reduced or own.loss or own.buckets_reduced < own.buckets_expected
         recorded = window.recorded(audit=self._wants_audit(window.step))
         code = Code.SEEN if seen else Code.CLEAN if recorded else Code.NO_RECORD
         with reporter.timed(Check.NONFINITE, Phase.AGREE):
-            agreed = agree(parts.exchange, Operation.STEP, window.step, code)
+            agreed = agree(self._exchange, Operation.STEP, window.step, code)
         window.decision = Decision()
         self._replicas.loss_gradient = window.loss_gradient
         if agreed == Code.SEEN:
@@ -193,67 +229,71 @@ class StepController:
         self._carry_out(window.decision)
 
     def _nonfinite(self, window: StepWindow, own: RankFinite) -> Decision:
-        parts = self._parts
-        if parts.exchange.anyone_joined():
-            return self._failed(parts.verdicts.nonfinite(window.step, after_join()))
+        if self._exchange.anyone_joined():
+            return self._failed(self._reporter.verdicts.nonfinite(window.step, after_join()))
         self._postponed = self._postponed or self._wants_audit(window.step)
-        parts.reporter.flush()
-        with parts.reporter.timed(Check.NONFINITE, Phase.REPLAY):
+        self._reporter.flush()
+        with self._reporter.timed(Check.NONFINITE, Phase.REPLAY):
             captured = [f.pending.finish().micro_batch for f in window.finished_forwards]
             own = replace(
                 own,
-                weights=weights_nonfinite(parts.guarded),
-                reduced_nan=gradients_hold_nan(parts.guarded),
+                weights=weights_nonfinite(self._guarded),
+                reduced_nan=gradients_hold_nan(self._guarded),
             )
-            trusted = bool(parts.audits_off) or parts.preflight.coverage in (None, Coverage.FULL)
-            judgement = parts.investigation.run(window.step, own, captured, trusted=trusted)
+            audits = self._replay_check
+            trusted = bool(audits.off) or audits.preflight.coverage in (None, Coverage.FULL)
+            judgement = self._nonfinite_check.investigation.run(
+                window.step, own, captured, trusted=trusted
+            )
         if judgement.outcome is Outcome.PASS:  # the screen's sum overflowed; every value is finite
             return Decision()
-        return self._failed(parts.verdicts.nonfinite(window.step, judgement))
+        return self._failed(self._reporter.verdicts.nonfinite(window.step, judgement))
 
     def _replay(self, window: StepWindow, *, recorded: bool) -> Decision:
-        parts, step = self._parts, window.step
-        if parts.exchange.anyone_joined():
+        step = window.step
+        if self._exchange.anyone_joined():
             self._postponed = True
             reason = "a rank has run out of inputs; audits need every rank and wait for it"
-            parts.reporter.note_once("joined", reason)
+            self._reporter.note_once("joined", reason)
             return Decision()
         if not recorded:
             self._postponed = True
             here = window.recorded(audit=True)
-            ranks = missing_ranks(parts.exchange, f"the audit of step {step}", here=here)
+            ranks = missing_ranks(self._exchange, f"the audit of step {step}", here=here)
             again, self._missing_since = self._missing_since == step - 1, step
             if again:  # said at the first of them; the rest is counted
-                parts.reporter.window.counts[(Check.REPLAY, Outcome.NOT_RUN)] += 1
+                self._reporter.window.counts[(Check.REPLAY, Outcome.NOT_RUN)] += 1
                 return Decision()
-            return self._say(parts.verdicts.without_record(step, ranks))
-        own = own_step(parts, window)
+            return self._say(self._reporter.verdicts.without_record(step, ranks))
+        own = own_step(window)
         assert own is not None  # every rank has said so in the header
-        parts.reporter.flush()
+        self._reporter.flush()
         operation = f"the weights before the audit of step {step}"
-        with parts.reporter.timed(Check.REPLAY, Phase.DIGEST):
-            equal = parts.weights.equal(operation)
+        with self._reporter.timed(Check.REPLAY, Phase.DIGEST):
+            equal = self._replicas.weights.equal(operation)
         if not equal:
             reason = "the replicas already differ, so no comparison means anything"
-            decision = self._say(parts.verdicts.not_run(step, reason, outcome=Outcome.VOID))
+            decision = self._say(
+                self._reporter.verdicts.not_run(step, reason, outcome=Outcome.VOID)
+            )
             self._replicas.differ(step)
             return decision
-        if parts.preflight.coverage is None:
-            with parts.reporter.timed(Check.REPLAY, Phase.REPLAY):
-                go_on = parts.preflight.run(step, own)
+        if self._replay_check.preflight.coverage is None:
+            with self._reporter.timed(Check.REPLAY, Phase.REPLAY):
+                go_on = self._replay_check.preflight.run(step, own)
             if not go_on:
-                if parts.preflight.coverage is not None:
+                if self._replay_check.preflight.coverage is not None:
                     self._arm()
                 return Decision(audited=True)
         return self._audit(step, own)
 
     def _audit(self, step: int, own: OwnStep) -> Decision:
-        parts, preflight = self._parts, self._parts.preflight
+        preflight = self._replay_check.preflight
         self._postponed = False
         if preflight.coverage is Coverage.OUTPUTS_ONLY:
             own = replace(own, gradients=None)
-        result = parts.audit.run(step, own)
-        parts.reporter.audited(result.total, result.comparisons, result.seconds)
+        result = self._replay_check.audit.run(step, own)
+        self._reporter.audited(result.total, result.comparisons, result.seconds)
         outcome = result.judgement.outcome
         if not self.armed:
             if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC):
@@ -267,8 +307,8 @@ class StepController:
         if outcome is not Outcome.NOT_RUN:
             # What was saved since the last clean audit may hold what this one has found.
             self.last_clean_audit = None
-            parts.checkpoints.forget()
-        verdict = parts.verdicts.replay(step, result)
+            self._gate.forget()
+        verdict = self._reporter.verdicts.replay(step, result)
         if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC):
             self._ask_again(verdict)
         self._postponed = outcome is Outcome.NOT_RUN
@@ -276,31 +316,31 @@ class StepController:
         return replace(decision, audited=True)
 
     def _clean_audit(self, step: int) -> None:
-        reporter = self._parts.reporter
+        reporter = self._reporter
         reporter.passed(Check.REPLAY)
         self.last_clean_audit = step
         reporter.last_clean_audit = (step, time.time())
-        reporter.audited_ranks = self._parts.exchange.world_size
+        reporter.audited_ranks = self._exchange.world_size
         reporter.steps_at_risk = 0
-        self._parts.checkpoints.confirm(step)
+        self._gate.confirm(step)
 
     def _arm(self) -> None:
         """Preflight has an answer."""
         self.armed = True
-        self._parts.reporter.arm(
-            self._parts.preflight, self.step, observing=self._parts.config.mode == "observe"
+        self._reporter.arm(
+            self._replay_check.preflight, self.step, observing=self._config.mode == "observe"
         )
 
     def _ask_again(self, verdict: Verdict) -> None:
         """The computation does not repeat after all: nobody is blamed until the next preflight."""
         self.armed = False
-        self._parts.audit.forget_strikes()
-        self._parts.preflight.restart()
-        self._parts.reporter.enter(GuardState.PREFLIGHT, verdict.reason)
+        self._replay_check.audit.forget_strikes()
+        self._replay_check.preflight.restart()
+        self._reporter.enter(GuardState.PREFLIGHT, verdict.reason)
 
     def _failed(self, verdict: Verdict) -> Decision:
         """Check 1 or 2 failed: skip, stop, or only say so."""
-        config = self._parts.config
+        config = self._config
         if config.mode == "observe":
             return self._say(verdict)
         if config.on_failure == "stop" and not Decision(verdict=verdict).scaling:
@@ -309,7 +349,7 @@ class StepController:
 
     def _say(self, verdict: Verdict) -> Decision:
         self.last_verdict = verdict
-        self._parts.reporter.emit(verdict)
+        self._reporter.emit(verdict)
         return Decision(verdict=verdict)
 
     def _carry_out(self, decision: Decision) -> None:
@@ -318,7 +358,7 @@ class StepController:
             return
         if verdict.check is Check.NONFINITE:
             # So that every scaler and finite test of the user's acts alike on all ranks.
-            for _, parameter in self._parts.guarded.named:
+            for _, parameter in self._guarded.named:
                 if parameter.grad is not None:
                     parameter.grad.detach().fill_(float("nan"))
         if verdict.action is Action.STOP:
@@ -346,7 +386,7 @@ class StepController:
                 self.skips.skipped(window.step, failed or window.decision)
                 return
             self.skips.updated()
-            self._parts.reporter.steps_at_risk += 1
+            self._reporter.steps_at_risk += 1
             self._replicas.after_update(window.step)
         except BaseException as error:
             self.error = error
@@ -360,13 +400,13 @@ class StepController:
         if not window.updated:  # GradScaler and `continue` never call optimizer.step()
             self.skips.left(window.step, window.decision)
         seconds = time.perf_counter() - window.started
-        self._parts.reporter.stepped(seconds, audit=window.decision.audited)
+        self._reporter.stepped(seconds, audit=window.decision.audited)
 
     def shadow(self) -> None:
         """Another rank trains a step for which this one has no input."""
         self.settle()
         self.step += 1
-        self._parts.reporter.step = self.step
+        self._reporter.step = self.step
 
     # --- leaving ---
 
@@ -378,25 +418,25 @@ class StepController:
 
     def _clear(self) -> None:
         self._queued = False
-        self._parts.switches.restore()
-        self._parts.stance.restore()
-        self._parts.capture.abort()
+        self._recorder.switches.restore()
+        self._recorder.stance.restore()
+        self._recorder.capture.abort()
         self._leave_danger()
 
     def _apply_switches(self) -> None:
-        if self._parts.preflight.deterministic:
-            self._parts.switches.apply()
-        if self._parts.guarded.compiled_around:
-            self._parts.stance.apply()
+        if self._replay_check.preflight.deterministic:
+            self._recorder.switches.apply()
+        if self._guarded.compiled_around:
+            self._recorder.stance.apply()
 
     def _enter_danger(self, step: int) -> None:
-        self._parts.exchange.position(f"in step {step}")
-        if self._parts.watchdog is not None:
-            self._parts.watchdog.enter(step)
+        self._exchange.position(f"in step {step}")
+        if self._watchdog is not None:
+            self._watchdog.enter(step)
 
     def _leave_danger(self) -> None:
-        if self._parts.watchdog is not None:
-            self._parts.watchdog.leave_danger()
+        if self._watchdog is not None:
+            self._watchdog.leave_danger()
 
 
 def ring_coverage(result: AuditResult) -> tuple[Coverage, str]:

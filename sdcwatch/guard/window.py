@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from sdcwatch.checks.capture import Pending
+from sdcwatch.checks.capture import Capture, Pending
+from sdcwatch.checks.determinism import DeterministicSwitches, EagerStance
 from sdcwatch.core.records import Cause, Verdict
 from sdcwatch.errors import ConfigurationError
 
@@ -32,6 +33,21 @@ class Decision:
     def scaling(self) -> bool:
         """The loss scale overflowed: the scaler skips the step by itself, and rightly."""
         return self.verdict is not None and self.verdict.cause is Cause.SCALING
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """What keeps a micro-batch for a replay, and what is switched so that the replay can repeat it.
+
+    Attributes:
+        capture: Keeps what a call of the module is made of.
+        switches: Deterministic kernels, for steps that are audited.
+        stance: No compiled graphs, where they would be around DDP.
+    """
+
+    capture: Capture
+    switches: DeterministicSwitches
+    stance: EagerStance
 
 
 @dataclass(slots=True)

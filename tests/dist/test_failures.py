@@ -211,7 +211,7 @@ def test_ranks_with_different_models_all_end_with_the_name_of_the_difference(
 ) -> None:
     ended = play("other_parameters", tmp_path)
     assert ended.codes == [EXIT_SCHEMA] * WORLD
-    difference = "extra: missing on ranks [0, 2], (2,) torch.float32 on ranks [1]"
+    difference = "extra: missing on ranks 0 and 2, (2,) torch.float32 on rank 1"
     assert all(difference in text for text in ended.stderr)
     assert ended.records == []
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sdcwatch.core.records import Check, Outcome, Suspect, Verdict
-from sdcwatch.guard.reporter import Reporter, describe
+from sdcwatch.core.topology import Topology
+from sdcwatch.guard.reporter import Reporter, VerdictBuilder, describe
 from sdcwatch.sinks.dispatch import Dispatcher
 
 
@@ -30,8 +31,9 @@ def test_the_line_of_a_verdict_says_where_the_suspect_is() -> None:
 def test_a_run_in_which_something_was_found_does_not_end_looking_healthy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    verdicts = VerdictBuilder(Topology(()), observing=False)
     reporter = Reporter(
-        Dispatcher(), summary_path=tmp_path / "summary.json", leader=True, start_step=0
+        Dispatcher(), verdicts, summary_path=tmp_path / "summary.json", leader=True, start_step=0
     )
     reporter.step = 2
     reporter.steps_at_risk = 2
