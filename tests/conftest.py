@@ -28,10 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files stay whole when tests run in parallel, and the gloo pool on one worker."""
+    """Files stay whole when tests run in parallel; what is started once stays on one worker."""
     for item in items:
-        pooled = item.path.parent.name == "dist"
-        item.add_marker(pytest.mark.xdist_group("pool" if pooled else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    if "default_run" in getattr(item, "fixturenames", ()):
+        return "default_run"
+    return "pool" if item.path.parent.name == "dist" else str(item.path)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -198,7 +198,7 @@ def _cuda_facts(device: torch.device) -> dict[str, str]:
     return {
         "cuda": str(torch.version.cuda or torch.version.hip),
         "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
-        "driver": _driver(),
+        "driver": driver_version(),
         "gpu": torch.cuda.get_device_name(device),
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "reduced_precision_bf16": str(matmul.allow_bf16_reduced_precision_reduction),
@@ -206,7 +206,8 @@ def _cuda_facts(device: torch.device) -> dict[str, str]:
     }
 
 
-def _driver() -> str:
+def driver_version() -> str:
+    """Version of the NVIDIA driver, or "unknown"."""
     try:
         text = _DRIVER.read_text(encoding="utf-8")
     except OSError:

@@ -25,7 +25,6 @@ from sdcwatch.core.summary import RunSummary, fold
 from sdcwatch.core.text import list_ranks
 from sdcwatch.demo.display import CHECK_NAMES, outcome_words
 from sdcwatch.demo.settings import PLAN_NAME, DemoSettings, planted_of
-from sdcwatch.demo.unguarded import read_drift, tell_drift
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.faults.plan import FaultPlan
 from sdcwatch.report import can_write_pages
@@ -61,6 +60,9 @@ def close_unguarded(
     settings: DemoSettings, plan: FaultPlan, console: Console, *, partial: bool
 ) -> int:
     """Print the end of an unguarded run; there is nothing to grade."""
+    # Here, because it takes torch: the process in front of a guarded demo starts without.
+    from sdcwatch.demo.unguarded import read_drift, tell_drift
+
     tell_drift(read_drift(settings.run_dir), console)
     if not partial:
         _say(console, "\nThe same faults under guard:", style="bold")

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -27,7 +26,6 @@ from sdcwatch.doctor.facts import Facts, Folder, Job, Network, Options, Software
 from sdcwatch.errors import ConfigurationError
 
 _PACKAGES = ("numpy", "opentelemetry-sdk", "prometheus-client", "wandb")
-_DRIVER = Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY = Path("/dev/shm")
 _TIME_ERROR = 5
 """What adjtimex(2) returns while the clock is not synchronised."""
@@ -82,34 +80,28 @@ def _read_software() -> tuple[Software, dict[str, str]]:
     python = platform.python_version()
     try:
         import torch
-        from torch.distributed import is_gloo_available
+        from torch import distributed
 
-        from sdcwatch.checks.determinism import environment_facts
+        from sdcwatch.checks.determinism import driver_version, environment_facts
     except (ImportError, OSError) as error:
         return Software(python=python, packages=packages, torch_error=str(error)), {}
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     device = torch.device("cuda" if gpus else "cpu")
     nccl = torch.cuda.nccl.version() if gpus else None  # type: ignore[no-untyped-call]
     cudnn = torch.backends.cudnn.version() if gpus else None  # type: ignore[no-untyped-call]
+    driver = driver_version()
     software = Software(
         python=python,
         packages=packages,
         torch=torch.__version__,
-        gloo=torch.distributed.is_available() and is_gloo_available(),
+        gloo=distributed.is_available() and distributed.is_gloo_available(),
         cuda=torch.version.cuda,
         cudnn=str(cudnn) if cudnn else None,
         nccl=".".join(map(str, nccl)) if nccl else None,
-        driver=_driver(),
+        driver=None if driver == "unknown" else driver,
         gpus=gpus,
     )
     return software, environment_facts(device)
-
-
-def _driver() -> str | None:
-    if not _DRIVER.exists():
-        return None
-    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text(encoding="utf-8"))
-    return found.group(1) if found else "unknown"
 
 
 def _read_options(variables: dict[str, str]) -> Options:

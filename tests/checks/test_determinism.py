@@ -273,9 +273,9 @@ def test_the_driver_is_read_where_it_says_its_version(tmp_path, monkeypatch, tex
     file = tmp_path / "version"
     file.write_text(text, encoding="utf-8")
     monkeypatch.setattr(determinism, "_DRIVER", file)
-    assert determinism._driver() == version
+    assert determinism.driver_version() == version
 
 
 def test_a_machine_without_the_driver_file_says_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(determinism, "_DRIVER", tmp_path / "missing")
-    assert determinism._driver() == "unknown"
+    assert determinism.driver_version() == "unknown"

@@ -38,7 +38,7 @@ servers = _load(ROOT / "tests" / "monitor" / "servers.py")
 
 
 def _plan(rank: int) -> str:
-    """A sticky finite error in the own pass of one rank, over exactly one audit."""
+    """A sticky finite error in the own pass of one rank, over exactly one audit; and one unseen."""
     fault = {
         "name": "a broken multiplier",
         "site": "activation",
@@ -51,7 +51,17 @@ def _plan(rank: int) -> str:
         "steps": [18, 22],
         "expect": {"check": "replay", "outcome": "suspect", "ranks": [rank]},
     }
-    return yaml.safe_dump({"seed": 1, "faults": [fault]})
+    between_audits = {
+        "name": "between audits",
+        "site": "gradient",
+        "target": "blocks.1.mlp.0.weight",
+        "kind": "bit_flip",
+        "bit": 20,
+        "rank": 0,
+        "step": 9,
+        "expect": "miss",
+    }
+    return yaml.safe_dump({"seed": 1, "faults": [fault, between_audits]})
 
 
 @pytest.fixture
@@ -103,7 +113,7 @@ def _expected(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_one_planted_fault_is_one_notification_that_names_its_rank(
+def test_a_fault_that_is_seen_is_one_notification_that_names_its_rank(
     rank: int,
     watch_demo: Callable[[str], tuple[list[Any], Path]],
     tmp_path: Path,

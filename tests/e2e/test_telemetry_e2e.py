@@ -1,28 +1,20 @@
 """The demo's default faults as a real Prometheus, an OTLP receiver and W&B's own file see them."""
 
-import contextlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
-import urllib.parse
 import urllib.request
 from collections import Counter, defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from sdcwatch.core.catalog import CATALOG
 from sdcwatch.core.records import Outcome
-from sdcwatch.sinks.jsonl import read_records
 
-LINGER_SECONDS = 5.0
 SELF = "sdcwatch_telemetry_"
 
 pytestmark = [
@@ -45,95 +37,6 @@ def _sink_fixtures():
 
 
 FIXTURES = _sink_fixtures()
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Prometheus:
-    """A Prometheus that scrapes one target twice a second."""
-
-    def __init__(self, root, target):
-        self.port = free_port()
-        config = {
-            "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
-            "scrape_configs": [{"job_name": "sdcwatch", "static_configs": [{"targets": [target]}]}],
-        }
-        (root / "prometheus.yml").write_text(yaml.safe_dump(config))
-        self._process = subprocess.Popen(
-            [
-                "prometheus", f"--config.file={root / 'prometheus.yml'}",
-                f"--storage.tsdb.path={root / 'data'}",
-                f"--web.listen-address=127.0.0.1:{self.port}",
-            ],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def at(self, moment):
-        """Every series of sdcwatch at a moment, as labels to value."""
-        query = urllib.parse.urlencode({"query": '{job="sdcwatch"}', "time": moment})
-        url = f"http://127.0.0.1:{self.port}/api/v1/query?{query}"
-        with urllib.request.urlopen(url, timeout=10) as response:
-            return json.load(response)["data"]["result"]
-
-    def stop(self):
-        self._process.terminate()
-        self._process.wait(30)
-
-
-def watch_endpoint(url, texts, stop):
-    """Scrape once a second; between the segments nobody listens."""
-    while not stop.wait(1.0):
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
-            texts.append(response.read().decode())
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """One run of the demo, scraped and pushed at the same time."""
-    root = tmp_path_factory.mktemp("demo")
-    port = free_port()
-    collector, prometheus = FIXTURES.Collector(), Prometheus(root, f"127.0.0.1:{port}")
-    texts, stop = [], threading.Event()
-    url = f"http://127.0.0.1:{port}/metrics"
-    watching = threading.Thread(target=watch_endpoint, args=(url, texts, stop))
-    watching.start()
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("OTEL_")},
-        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
-        "OTEL_METRIC_EXPORT_INTERVAL": "2000",
-    }
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "sdcwatch", "demo", "--run-dir", str(root / "run"),
-            "--metrics-port", str(port), "--linger", str(LINGER_SECONDS),
-        ],
-        env=environment, capture_output=True, text=True, timeout=1100,
-    )  # fmt: skip
-    stop.set()
-    watching.join()
-    assert done.returncode == 0, done.stdout + done.stderr
-    yield SimpleNamespace(
-        run_dir=root / "run", output=done.stdout, url=url, texts=texts, collector=collector,
-        prometheus=prometheus, segments=segments(read_records(root / "run")),
-    )  # fmt: skip
-    prometheus.stop()
-    collector.close()
-
-
-def segments(records):
-    """The records of each launch of the run."""
-    found = []
-    for record in records:
-        if record.kind == "start":
-            found.append([])
-        found[-1].append(record)
-    return found
 
 
 def totals_of(windows):
@@ -212,95 +115,101 @@ def as_series(result):
     return found
 
 
-def end_of(segment):
-    return segment[-1].time + LINGER_SECONDS - 1.5
-
-
 def difference(wanted, found):
     return {k: (v, found.get(k)) for k, v in wanted.items() if found.get(k) != pytest.approx(v)}
 
 
-def test_the_demo_says_where_metrics_and_wandb_are(demo):
-    assert demo.url in demo.output
-    assert str(demo.run_dir / "wandb") in demo.output.replace("\n", "")
+def test_the_demo_says_where_metrics_and_wandb_are(default_run):
+    assert default_run.url in default_run.output
+    assert str(default_run.run_dir / "wandb") in default_run.output.replace("\n", "")
 
 
-def test_the_faults_were_found_and_the_run_restarted(demo):
-    assert len(demo.segments) == 2
+def test_the_faults_were_found_and_the_run_restarted(default_run):
+    assert default_run.code == 0, default_run.output
+    assert len(default_run.segments) == 2
     named = {
-        s.rank for seg in demo.segments for r in seg if r.kind == "verdict" for s in r.suspects
+        s.rank
+        for seg in default_run.segments
+        for r in seg
+        if r.kind == "verdict"
+        for s in r.suspects
     }
     assert named
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_prometheus_has_the_right_values_at_the_end_of_each_segment(demo, number):
-    segment = demo.segments[number]
+def test_prometheus_has_the_right_values_at_the_end_of_each_segment(default_run, number):
+    segment = default_run.segments[number]
 
-    found = as_series(demo.prometheus.at(end_of(segment)))
+    found = as_series(default_run.prometheus.at(default_run.end_of(segment)))
 
     assert difference(expected_series(segment), found) == {}
 
 
-def test_prometheus_has_every_metric_of_the_catalogue(demo):
+def test_prometheus_has_every_metric_of_the_catalogue(default_run):
     names = {
         entry["metric"]["__name__"]
-        for segment in demo.segments
-        for entry in demo.prometheus.at(end_of(segment))
+        for segment in default_run.segments
+        for entry in default_run.prometheus.at(default_run.end_of(segment))
     }
     wanted = {m.prometheus + ("_bucket" if m.kind == "histogram" else "") for m in CATALOG}
 
     assert wanted - names == set()
 
 
-def test_every_series_names_the_run_and_the_exporting_rank_and_suspects_apart(demo):
-    result = [e["metric"] for e in demo.prometheus.at(end_of(demo.segments[0]))]
+def test_every_series_names_the_run_and_the_exporting_rank_and_suspects_apart(default_run):
+    result = [
+        e["metric"] for e in default_run.prometheus.at(default_run.end_of(default_run.segments[0]))
+    ]
     ours = [m for m in result if m["__name__"].startswith("sdcwatch_")]
     suspects = {m["suspect_rank"] for m in ours if m["__name__"] == "sdcwatch_rank_state"}
-    verdicts = [r for r in demo.segments[0] if r.kind == "verdict"]
+    verdicts = [r for r in default_run.segments[0] if r.kind == "verdict"]
     named = {str(s.rank) for v in verdicts if v.outcome is Outcome.SUSPECT for s in v.suspects}
 
-    assert {m["run"] for m in ours} == {demo.segments[0][0].run}
+    assert {m["run"] for m in ours} == {default_run.segments[0][0].run}
     assert {m["exporter_rank"] for m in ours} == {"0"}
     assert suspects == named
     assert not [label for m in ours for label in m if label.startswith(("otel_", "exported_"))]
 
 
-def test_promtool_finds_nothing_to_say_about_the_last_scrape(demo):
+def test_promtool_finds_nothing_to_say_about_the_last_scrape(default_run):
     check = subprocess.run(
-        ["promtool", "check", "metrics"], input=demo.texts[-1], capture_output=True, text=True
+        ["promtool", "check", "metrics"],
+        input=default_run.texts[-1],
+        capture_output=True,
+        text=True,
     )
     assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
 
 
-def test_the_push_has_the_names_labels_and_values_of_the_last_scrape(demo):
-    pulled = FIXTURES.parse_series(demo.texts[-1], drop=())
+def test_the_push_has_the_names_labels_and_values_of_the_last_scrape(default_run):
+    pulled = FIXTURES.parse_series(default_run.texts[-1], drop=())
     pulled = {k: v for k, v in pulled.items() if not k[0].startswith(("target_info", SELF))}
     pulled = {k: v for k, v in pulled.items() if not k[0].endswith("_bucket")}
-    pushed = {k: v for k, v in demo.collector.last().items() if not k[0].startswith(SELF)}
+    pushed = {k: v for k, v in default_run.collector.last().items() if not k[0].startswith(SELF)}
 
     assert set(pushed) == set(pulled)
     assert difference(pulled, pushed) == {}
 
 
-def test_every_verdict_arrives_as_a_log_record(demo):
+def test_every_verdict_arrives_as_a_log_record(default_run):
     bodies = [
         log.body.string_value
-        for request in demo.collector.logs
+        for request in default_run.collector.logs
         for rl in request.resource_logs
         for sl in rl.scope_logs
         for log in sl.log_records
     ]
-    verdicts = [r.reason for seg in demo.segments for r in seg if r.kind == "verdict"]
+    verdicts = [r.reason for seg in default_run.segments for r in seg if r.kind == "verdict"]
 
     assert bodies == verdicts
 
 
-def test_the_offline_wandb_runs_say_what_the_event_log_says(demo):
+def test_the_offline_wandb_runs_say_what_the_event_log_says(default_run):
     pytest.importorskip("wandb", reason="pip install 'sdcwatch[wandb]'")
-    paths = sorted(demo.run_dir.glob("wandb/offline-run-*"))
-    assert len(paths) == len(demo.segments)
-    for path, segment in zip(paths, demo.segments, strict=True):
+    paths = sorted(default_run.run_dir.glob("wandb/offline-run-*"))
+    assert len(paths) == len(default_run.segments)
+    for path, segment in zip(paths, default_run.segments, strict=True):
         (file,) = path.glob("*.wandb")
         summary, alerts = {}, []
         for record in FIXTURES.read_wandb_file(file):

@@ -13,50 +13,15 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sdcwatch.stack.cli import DEFAULT_TARGET
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 SMALL = ["--nodes", "3", "--ranks-per-node", "1", "--steps", "21", "--wandb", "off"]
-PLAN = """\
-seed: 3
-faults:
-  - name: NaN in a gradient
-    site: gradient
-    target: blocks.0.mlp.0.weight
-    kind: nan
-    rank: 2
-    step: 4
-    expect: {check: nonfinite, outcome: suspect, ranks: [2]}
-  - name: sticky error
-    site: activation
-    target: blocks.1.mlp.0
-    kind: scale
-    factor: 1.01
-    rank: 1
-    steps: [18, 20]
-    persistence: sticky
-    expect: {check: replay, outcome: suspect, ranks: [1], step: 20}
-  - name: between audits
-    site: gradient
-    target: blocks.1.mlp.0.weight
-    kind: bit_flip
-    bit: 20
-    rank: 0
-    step: 9
-    expect: miss
-  - name: a weight that differs on one replica
-    site: weight
-    target: norm.weight
-    kind: bit_flip
-    bit: 22
-    rank: 0
-    step: 45
-    expect: {check: fingerprint, outcome: suspect, ranks: [0]}
-"""
 
 
 def command(*arguments: str) -> list[str]:
@@ -114,43 +79,32 @@ def has_record(run_dir: Path, kind: str) -> bool:
     return log.exists() and f'"kind":"{kind}"' in log.read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def graded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
-    """One run with planted faults, shared by the tests that only look at it."""
-    folder = tmp_path_factory.mktemp("graded")
-    (folder / "mine.yaml").write_text(PLAN, encoding="utf-8")
-    run_dir = folder / "run"
-    with demo(run_dir, "--faults", str(folder / "mine.yaml"), "--steps", "46") as process:
-        output, _ = process.communicate(timeout=400)
-        return run_dir, output, process.returncode
+def test_every_planted_fault_gets_its_verdict(default_run: Any) -> None:
+    output = default_run.output
+
+    assert default_run.code == 0, output
+    assert "✓ PASSED: all 5 planted faults as expected, no other alarm" in output
+    assert output.count("✓ right") == 5
+    assert f"Report: {default_run.run_dir / 'report.html'}" in output
+    assert "SUSPECT rank 3 on sim-node-1" in output
+    assert (default_run.run_dir / "report.html").stat().st_size > 1_000_000
 
 
-def test_every_planted_fault_gets_its_verdict(graded_run: tuple[Path, str, int]) -> None:
-    run_dir, output, code = graded_run
+def test_a_tainted_run_resumes_from_the_last_good_checkpoint(default_run: Any) -> None:
+    resumed = default_run.output.partition("✗ run TAINTED")[2]
+    saved = {p.name for p in (default_run.run_dir / "checkpoints").iterdir()}
 
-    assert code == 0, output
-    assert "✓ PASSED: all 4 planted faults as expected, no other alarm" in output
-    assert output.count("✓ right") == 4
-    assert f"Report: {run_dir / 'report.html'}" in output
-    assert "SUSPECT rank 1 on sim-node-1" in output
-    assert (run_dir / "report.html").stat().st_size > 1_000_000
-
-
-def test_a_tainted_run_resumes_from_the_last_good_checkpoint(
-    graded_run: tuple[Path, str, int],
-) -> None:
-    run_dir, output, _ = graded_run
-    resumed = output.partition("✗ run TAINTED")[2]
-
-    assert "▶ restarted from the checkpoint of step 40, guarding 3 ranks on 3 nodes" in resumed
-    assert "Checkpoints: saved 40; after the restart from step 40: none saved" in resumed
+    assert "▶ restarted from the checkpoint of step 120, guarding 6 ranks on 3 nodes" in resumed
+    assert (
+        "Checkpoints: saved 40, 80, 120, withheld 160 (fingerprint); "
+        "after the restart from step 120: saved 160" in resumed
+    )
     assert "■ ended: finished" in resumed
-    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-000040.pt"]
+    assert saved == {f"step-{step:06d}.pt" for step in (40, 80, 120, 160)}
 
 
-def test_the_next_commands_can_be_pasted(graded_run: tuple[Path, str, int]) -> None:
-    _, output, _ = graded_run
-    lines = output.partition("Next:")[2].splitlines()
+def test_the_next_commands_can_be_pasted(default_run: Any) -> None:
+    lines = default_run.output.partition("Next:")[2].splitlines()
     commands = [line.strip() for line in lines if line.startswith("  ")]
 
     assert len(commands) == 4
@@ -165,10 +119,8 @@ def test_the_next_commands_can_be_pasted(graded_run: tuple[Path, str, int]) -> N
         assert shown.returncode == 0, other
 
 
-def test_editing_one_verdict_fails_the_check(
-    graded_run: tuple[Path, str, int], tmp_path: Path
-) -> None:
-    run_dir, _, _ = graded_run
+def test_editing_one_verdict_fails_the_check(default_run: Any, tmp_path: Path) -> None:
+    run_dir = default_run.run_dir
     lines = (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
     at = next(i for i, line in enumerate(lines) if '"kind":"verdict"' in line)
     verdict = json.loads(lines[at])
@@ -185,7 +137,7 @@ def test_editing_one_verdict_fails_the_check(
 
     assert checked.returncode == 1
     assert "✗ FAILED" in checked.stdout
-    assert "nobody planted this, step 4" in checked.stdout
+    assert "nobody planted this, step 13" in checked.stdout
 
 
 def test_a_clean_run_serves_its_metrics_until_interrupted_and_raises_no_alarm(
