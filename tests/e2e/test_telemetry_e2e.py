@@ -60,15 +60,17 @@ def totals_of(windows):
         if count.outcome is Outcome.PASS:
             passes[count.check.value] += count.count
     for check, n in passes.items():
-        wanted[("sdcwatch_verdicts_total", f"check={check}", "outcome=pass")] = n
+        wanted[("sdcwatch_verdicts_total", "cause=none", f"check={check}", "outcome=pass")] = n
     return wanted
 
 
 def findings_of(verdicts):
     """Series that verdicts which are no pass leave."""
     wanted = {}
-    for (check, outcome), n in Counter((v.check.value, v.outcome.value) for v in verdicts).items():
-        wanted[("sdcwatch_verdicts_total", f"check={check}", f"outcome={outcome}")] = n
+    came = Counter((v.cause.value, v.check.value, v.outcome.value) for v in verdicts)
+    for (cause, check, outcome), n in came.items():
+        labels = (f"cause={cause}", f"check={check}", f"outcome={outcome}")
+        wanted[("sdcwatch_verdicts_total", *labels)] = n
     for verdict in verdicts:
         wanted[("sdcwatch_last_event_step", f"check={verdict.check.value}")] = verdict.step
         for s in verdict.suspects if verdict.outcome is Outcome.SUSPECT else ():
