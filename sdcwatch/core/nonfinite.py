@@ -4,31 +4,43 @@
 |---|---|
 | fewer buckets reduced than the model has | `NOT_REDUCED`: software, names nobody |
 | weights, or buffers that a forward reads | `WIDESPREAD`, cause weights, nothing replayed |
-| local gradient or loss, ranks of several domains | `WIDESPREAD`, nothing replayed |
-| local gradient or loss, ranks of one domain | replayed on another domain, see below |
+| the gradient that arrived at finite outputs, scaled, no NaN | `REPRODUCIBLE`, cause scaling |
+| the gradient that arrived at finite outputs, otherwise | `UNATTRIBUTED`, cause outside |
+| own gradient or outputs, in one or two fault domains | replayed on another domain, see below |
+| own gradient or outputs, in more domains | `WIDESPREAD`, or scaling, see below |
 | reduced gradient on every rank, no local one, every loss scaled | `REPRODUCIBLE`, cause scaling |
 | reduced gradient on every rank, no local one | `UNATTRIBUTED`, cause reduction: no device |
-| reduced gradient on a minority in one domain | `SUSPECT`: the reduction on that rank |
+| reduced gradient on a minority in one domain | a strike: it cannot be repeated |
 | reduced gradient on other subsets | `UNATTRIBUTED`, cause reduction |
 
 A replay that is non-finite too makes it `REPRODUCIBLE`: the data or the model, or the loss scale if
-it is finite without. A finite replay makes the flagged rank `SUSPECT`, unless preflight found that
-a replay does not give a step's gradients. A replay that failed, or no other domain to replay on,
-leaves it `UNATTRIBUTED`.
+it is finite without. Where it is finite elsewhere, the flagged rank and the one that replayed
+repeat their work `REPEATS` times, and the rule of naming of `sdcwatch.core.replay` holds: wrong in
+every repeat is `SUSPECT`, right even once is a strike (`NOT_REPRODUCED`), and a second strike of
+that device, over all checks, names it. Nobody is named where preflight found that a replay does not
+give a step's gradients, or with fewer than three fault domains. What was not kept, was overwritten
+or failed leaves it `UNATTRIBUTED`.
 
-An fp16 overflow usually strikes several domains in the same step. Where the flagged ranks say that
-their loss is scaled, one of them is replayed all the same: finite without the scale on another
-domain is the scaler's normal business and no alarm.
+An fp16 overflow usually strikes many domains in the same step. Infinities under a loss scale with
+finite outputs are the scaler's normal business then, and no alarm. Where a NaN is among them, one
+of the flagged ranks is replayed all the same: finite without the scale says the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sdcwatch.core.records import Cause, Origin, Outcome
+from sdcwatch.core.arbitration import DOMAINS_EXPLAINED, REPEATS
+from sdcwatch.core.history import Device, History, device_of
+from sdcwatch.core.records import Cause, Check, Origin, Outcome
+from sdcwatch.core.replay import LISTED, second_strike
 from sdcwatch.core.text import list_ranks
-from sdcwatch.core.topology import Topology
+from sdcwatch.core.topology import DOMAINS_TO_NAME, Topology, partners
+
+REPLAYED = 8
+"""Flagged ranks of one fault domain that are replayed in one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +51,15 @@ class RankFinite:
         rank: The rank.
         local: In its own gradient, before the reduction.
         reduced: In the reduced gradient.
-        loss: In its loss.
+        loss: In its loss, or in outputs of its module.
         weights: In its weights, or in buffers that its forward reads.
         buckets_reduced: Gradient buckets that DDP reduced in this backward.
         buckets_expected: Gradient buckets of the model.
         reduced_nan: The reduced gradient holds a NaN: no overflow of a sum makes one.
         loss_scaled: A loss scale was in the gradient that arrived at its loss.
+        arrived: In the gradient that arrived at its outputs.
+        nan: Its own gradient, or the one that arrived, holds a NaN rather than infinities alone.
+        not_replayable: Why its micro-batches cannot be replayed, or "": not kept, overwritten.
     """
 
     rank: int
@@ -56,6 +71,9 @@ class RankFinite:
     buckets_expected: int
     loss_scaled: bool = False
     reduced_nan: bool = False
+    arrived: bool = False
+    nan: bool = False
+    not_replayable: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +85,7 @@ class ReplayFinite:
         replayer: The rank that recomputed.
         nonfinite: Its loss or gradient is non-finite too.
         nonfinite_unscaled: It is so without the loss scale as well; None if not tried.
-        error: What the replay ended with, if it failed.
+        error: What the replay ended with, if it failed, or why it has no vote.
     """
 
     producer: int
@@ -77,17 +95,49 @@ class ReplayFinite:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatsFinite:
+    """What repeats of a flagged rank's micro-batch came to, on one rank.
+
+    Attributes:
+        producer: The flagged rank.
+        rank: Who repeated: the flagged rank, or the one that replayed it.
+        made: Repeats that ended without an error.
+        nonfinite: Of these, those with a non-finite value.
+    """
+
+    producer: int
+    rank: int
+    made: int
+    nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """All that was repeated before anybody is named.
+
+    Attributes:
+        replays: What `plan_nonfinite_repeats` asked for. Without it nobody is named.
+        restless: Ranks whose repeats of their own work differ; see `asks_everybody`.
+    """
+
+    replays: tuple[RepeatsFinite, ...] = ()
+    restless: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class NonfiniteJudgement:
     """What check 1 came to.
 
     Attributes:
-        outcome: `PASS`, `SUSPECT`, `REPRODUCIBLE`, `UNATTRIBUTED`, `WIDESPREAD` or `NOT_REDUCED`.
+        outcome: `PASS`, `SUSPECT`, `REPRODUCIBLE`, `NOT_REPRODUCED`, `NONDETERMINISTIC`,
+            `UNATTRIBUTED`, `WIDESPREAD` or `NOT_REDUCED`.
         origin: Where the value was seen.
         cause: Why it is there, as far as can be told.
         named: Suspect ranks.
-        ranks: Ranks that saw it.
+        ranks: Ranks that saw it, at most `LISTED`.
         reason: One sentence for a person.
+        strikes: Ranks that have a strike for it.
     """
 
     outcome: Outcome
@@ -96,6 +146,7 @@ class NonfiniteJudgement:
     named: tuple[int, ...]
     ranks: tuple[int, ...]
     reason: str
+    strikes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,40 +156,48 @@ class _Sight:
     short: tuple[int, ...]
     weights: tuple[int, ...]
     local: tuple[int, ...]
-    loss: tuple[int, ...]
     reduced: tuple[int, ...]
     scaled: frozenset[int]
-    nan: bool
+    reduced_nan: bool
     world: int
-
-    @property
-    def flagged(self) -> tuple[int, ...]:
-        """Ranks whose own computation gave the value."""
-        return tuple(sorted({*self.local, *self.loss}))
+    outside: tuple[int, ...]
+    """Ranks with finite outputs at which a non-finite gradient arrived."""
+    flagged: tuple[int, ...]
+    """Ranks whose own computation gave the value."""
+    overflow: bool
+    """Every flagged rank scales its loss, its outputs are finite, and nobody has a NaN."""
+    kept_out: Mapping[int, str]
+    """Flagged ranks whose micro-batches cannot be replayed, and why."""
 
     @property
     def origin(self) -> Origin:
         if self.local:
             return Origin.LOCAL
-        if self.loss:
+        if self.flagged or self.outside:
             return Origin.OUTPUT
         return Origin.REDUCED if self.reduced else Origin.NONE
 
 
 def _sight(facts: Sequence[RankFinite]) -> _Sight:
+    outside = tuple(f.rank for f in facts if f.arrived and not f.loss)
+    apart = frozenset(outside)
+    inside = [f for f in facts if (f.local or f.loss) and f.rank not in apart]
     return _Sight(
         short=tuple(f.rank for f in facts if f.buckets_reduced < f.buckets_expected),
         weights=tuple(f.rank for f in facts if f.weights),
         local=tuple(f.rank for f in facts if f.local),
-        loss=tuple(f.rank for f in facts if f.loss),
         reduced=tuple(f.rank for f in facts if f.reduced),
         scaled=frozenset(f.rank for f in facts if f.loss_scaled),
-        nan=any(f.reduced_nan for f in facts),
+        reduced_nan=any(f.reduced_nan for f in facts),
         world=len(facts),
+        outside=outside,
+        flagged=tuple(f.rank for f in inside),
+        overflow=all(f.loss_scaled and not (f.loss or f.nan) for f in inside),
+        kept_out={f.rank: f.not_replayable for f in inside if f.not_replayable},
     )
 
 
-def _domains_of(ranks: Sequence[int], topology: Topology) -> set[str]:
+def _domains_of(ranks: Iterable[int], topology: Topology) -> set[str]:
     domains = topology.domains
     return {domains[rank] for rank in ranks}
 
@@ -146,22 +205,47 @@ def _domains_of(ranks: Sequence[int], topology: Topology) -> set[str]:
 def plan_nonfinite_replays(facts: Sequence[RankFinite], topology: Topology) -> dict[int, int]:
     """Which rank of another domain replays each flagged rank's micro-batch; empty for none.
 
-    Every rank computes the same plan from the same facts.
+    Every rank computes the same plan from the same facts. Not for those that were not kept.
     """
     seen = _sight(facts)
-    flagged = seen.flagged
-    if seen.short or seen.weights or not flagged:
+    if seen.short or seen.weights or not seen.flagged:
         return {}
     domains = topology.domains
-    if len(_domains_of(flagged, topology)) > 1:
-        if not seen.scaled.issuperset(flagged):
+    flagged_domains = _domains_of(seen.flagged, topology)
+    wanted = [rank for rank in seen.flagged if rank not in seen.kept_out]
+    if len(flagged_domains) > DOMAINS_EXPLAINED:
+        if seen.overflow or not seen.scaled.issuperset(seen.flagged):
             return {}
-        flagged = flagged[:1]
-    elsewhere = [r for r, domain in enumerate(domains) if domain != domains[flagged[0]]]
-    elsewhere.sort(key=lambda rank: rank in seen.flagged)
-    if not elsewhere:
-        return {}
-    return {rank: elsewhere[i % len(elsewhere)] for i, rank in enumerate(flagged)}
+        wanted = wanted[:1]
+    of_domain, chosen = Counter[str](), []
+    for rank in wanted:
+        of_domain[domains[rank]] += 1
+        if of_domain[domains[rank]] <= REPLAYED:
+            chosen.append(rank)
+    known, flagged, load = partners(topology, chosen), frozenset(seen.flagged), Counter[int]()
+    plan: dict[int, int] = {}
+    for rank in chosen:
+        elsewhere = [other for other in known[rank] if domains[other] != domains[rank]]
+        if elsewhere:
+            plan[rank] = min(
+                elsewhere,
+                key=lambda other: (
+                    domains[other] in flagged_domains, other in flagged, load[other], other
+                ),
+            )  # fmt: skip
+            load[plan[rank]] += 1
+    return plan
+
+
+def plan_nonfinite_repeats(
+    replays: Mapping[int, ReplayFinite], *, times: int = REPEATS
+) -> tuple[tuple[int, int, int], ...]:
+    """(rank, producer, times): who repeats which micro-batch before anybody is named.
+
+    Where the value was finite elsewhere, the flagged rank and the one that replayed it.
+    """
+    finite = [r for r in replays.values() if not r.error and not r.nonfinite]
+    return tuple((rank, r.producer, times) for r in finite for rank in (r.producer, r.replayer))
 
 
 def _where(seen: _Sight) -> str:
@@ -173,84 +257,208 @@ def _where(seen: _Sight) -> str:
     return said
 
 
-def _judge_replays(
-    seen: _Sight, replays: Mapping[int, ReplayFinite], *, trusted: bool
-) -> NonfiniteJudgement:
-    """The flagged ranks are on one domain: what did others get from their micro-batches?"""
-    flagged, where = seen.flagged, _where(seen)
-    named = tuple(r for r in flagged if (p := replays.get(r)) and not p.error and not p.nonfinite)
-    if named:
-        others = list_ranks(replays[r].replayer for r in named)
-        reason = f"{where}, but finite when {others} of another domain computes it"
-        if not trusted:
-            reason += (
-                "; nobody is named, because a replay does not give a step's gradients here, as "
-                "preflight found"
-            )
-            return NonfiniteJudgement(
-                Outcome.UNATTRIBUTED, seen.origin, Cause.UNKNOWN, (), flagged, reason
-            )
+class _Case:
+    """One step in which a rank's own computation gave a non-finite value."""
+
+    def __init__(
+        self,
+        seen: _Sight,
+        replays: Mapping[int, ReplayFinite],
+        repeated: Repeated,
+        topology: Topology,
+        history: History | None,
+    ) -> None:
+        self.seen, self.replays, self.topology, self.history = seen, replays, topology, history
+        self.where, self.restless = _where(seen), repeated.restless
+        self.made = {(r.producer, r.rank): r for r in repeated.replays}
+        self.finite = tuple(
+            rank
+            for rank in seen.flagged
+            if (replay := replays.get(rank)) and not replay.error and not replay.nonfinite
+        )
+
+    def says(
+        self,
+        outcome: Outcome,
+        cause: Cause,
+        reason: str,
+        named: tuple[int, ...] = (),
+        strikes: tuple[int, ...] = (),
+    ) -> NonfiniteJudgement:
+        seen = self.seen
         return NonfiniteJudgement(
-            Outcome.SUSPECT, seen.origin, Cause.DEVICE, named, flagged, reason
+            outcome, seen.origin, cause, named, seen.flagged[:LISTED], reason, strikes
         )
-    failed = [p for p in replays.values() if p.error]
-    if failed or any(rank not in replays for rank in flagged):
-        why = (
-            f"the replay on rank {failed[0].replayer} ended with: {failed[0].error}"
-            if failed
-            else "no rank of another domain could replay it"
-        )
+
+    def judge(self, *, trusted: bool) -> NonfiniteJudgement:
+        if len(_domains_of(self.seen.flagged, self.topology)) > DOMAINS_EXPLAINED:
+            return self._many_domains()
+        if self.finite:
+            return self._finite_elsewhere(trusted=trusted)
+        if self.seen.overflow and not any(
+            r.nonfinite_unscaled for r in self.replays.values() if not r.error
+        ):
+            return self._overflow()
+        return self._not_finite_elsewhere()
+
+    def _overflow(self) -> NonfiniteJudgement:
+        again = list_ranks(r.replayer for r in self.replays.values() if not r.error)
+        scale = f", and on {again} too, but finite without the loss scale"
+        reason = f"{self.where}: infinities under the loss scale, while the outputs are finite"
+        if any(not r.error and r.nonfinite_unscaled is False for r in self.replays.values()):
+            reason = self.where + scale
+        return self.says(Outcome.REPRODUCIBLE, Cause.SCALING, reason)
+
+    def _many_domains(self) -> NonfiniteJudgement:
+        if self.seen.overflow:
+            return self._overflow()
+        replay = next(iter(self.replays.values()), None)
+        if replay is not None and not replay.error and replay.nonfinite_unscaled is False:
+            reason = f"{self.where}, and finite without the loss scale on rank {replay.replayer}"
+            return self.says(Outcome.REPRODUCIBLE, Cause.SCALING, reason)
+        reason = f"{self.where}: more than two fault domains at once, so no broken device"
+        return self.says(Outcome.WIDESPREAD, Cause.UNKNOWN, reason)
+
+    def _not_finite_elsewhere(self) -> NonfiniteJudgement:
+        asked = [self.replays[rank] for rank in self.seen.flagged if rank in self.replays]
+        failed = [replay for replay in asked if replay.error]
+        if self.seen.kept_out:
+            rank, why = next(iter(self.seen.kept_out.items()))
+            reason = f"{self.where}; rank {rank} cannot be replayed: {why}"
+            return self.says(Outcome.UNATTRIBUTED, Cause.UNKNOWN, reason)
+        if failed or not asked or len(asked) < min(len(self.seen.flagged), REPLAYED):
+            why = (
+                f"the replay on rank {failed[0].replayer} ended with: {failed[0].error}"
+                if failed
+                else "no rank of another domain could replay it"
+            )
+            return self.says(Outcome.UNATTRIBUTED, Cause.UNKNOWN, f"{self.where}; {why}")
+        again = list_ranks(replay.replayer for replay in asked)
+        if all(replay.nonfinite_unscaled is False for replay in asked):
+            reason = f"{self.where}, and on {again} too, but finite without the loss scale"
+            return self.says(Outcome.REPRODUCIBLE, Cause.SCALING, reason)
+        reason = f"{self.where}, and on {again} of another domain too: the data or the model, not"
+        return self.says(Outcome.REPRODUCIBLE, Cause.DATA, f"{reason} a device")
+
+    def _repeats_of(self, rank: int) -> tuple[int, int]:
+        """Repeats of a flagged rank that were non-finite again, and all of them."""
+        own = self.made.get((rank, rank))
+        return (0, 0) if own is None else (own.nonfinite, own.made)
+
+    def _controlled(self, rank: int) -> bool:
+        """The rank that replayed it made every repeat."""
+        control = self.made.get((rank, self.replays[rank].replayer))
+        return control is not None and control.made >= REPEATS
+
+    def _finite_elsewhere(self, *, trusted: bool) -> NonfiniteJudgement:
+        others = list_ranks(self.replays[rank].replayer for rank in self.finite)
+        reason = f"{self.where}, but finite when {others} of another domain computes it"
+        domains = len(self.topology.domain_sizes)
+        if not trusted or domains < DOMAINS_TO_NAME:
+            why = f"that takes {DOMAINS_TO_NAME} fault domains, while there are {domains}"
+            if not trusted:
+                why = "a replay does not give a step's gradients here, as preflight found"
+            return self.says(
+                Outcome.UNATTRIBUTED, Cause.UNKNOWN, f"{reason}; nobody is named, because {why}"
+            )
+        unsteady = [
+            self.replays[rank].replayer
+            for rank in self.finite
+            if (c := self.made.get((rank, self.replays[rank].replayer))) and c.nonfinite
+        ]
+        full = [
+            rank
+            for rank in self.finite
+            if self._repeats_of(rank)[1] >= REPEATS and self._controlled(rank)
+        ]
+        counts = {rank: self._repeats_of(rank) for rank in full}
+        named = tuple(rank for rank, (again, made) in counts.items() if again == made)
+        strikes = tuple(rank for rank, (again, made) in counts.items() if again < made)
+        again, made = (sum(c[i] for c in counts.values()) for i in (0, 1))
+        reason += f"; not finite again in {again} of {made} repeats"
+        if unsteady:
+            said = f"{reason}, and {list_ranks(unsteady)} does not repeat either"
+            return self.says(Outcome.NONDETERMINISTIC, Cause.UNKNOWN, said, strikes=strikes)
+        if named:
+            return self.says(Outcome.SUSPECT, Cause.DEVICE, reason, named, strikes)
+        if strikes:
+            return self.struck(strikes, Cause.UNKNOWN, reason)
+        said = f"{reason}, and {REPEATS} on each side show whether this happens again"
+        return self.says(Outcome.UNATTRIBUTED, Cause.UNKNOWN, said)
+
+    def struck(
+        self,
+        strikes: tuple[int, ...],
+        cause: Cause,
+        reason: str,
+    ) -> NonfiniteJudgement:
+        """A strike each; a name for a device that has two."""
+        infos = self.topology.ranks
+        devices: list[Device] = [device_of(infos[rank]) for rank in strikes]
+        elsewhere = [rank for rank in self.restless if device_of(infos[rank]) not in devices]
+        if elsewhere:
+            said = f"{reason}, and {list_ranks(elsewhere)} of another device does not repeat either"
+            return self.says(Outcome.NONDETERMINISTIC, cause, said, strikes=strikes)
+        enough = len(self.topology.domain_sizes) >= DOMAINS_TO_NAME
+        if self.history is not None and len(set(devices)) == 1 and enough:
+            earlier = self.history.ledger.names(devices[0], struck_now=devices)
+            if earlier is not None:
+                said = f"{reason}; {second_strike(earlier)}"
+                return self.says(Outcome.SUSPECT, cause, said, strikes, strikes)
+        return self.says(Outcome.NOT_REPRODUCED, cause, reason, strikes=strikes)
+
+
+def _judge_outside(seen: _Sight, facts: Sequence[RankFinite]) -> NonfiniteJudgement:
+    """A non-finite gradient arrived at finite outputs: nothing of it was computed inside."""
+    who = list_ranks(seen.outside)
+    said = f"the gradient that arrived at the outputs of {who} is not finite, the outputs are"
+    if all(facts[rank].loss_scaled and not facts[rank].nan for rank in seen.outside):
+        reason = f"{said}: infinities under the loss scale"
         return NonfiniteJudgement(
-            Outcome.UNATTRIBUTED, seen.origin, Cause.UNKNOWN, (), flagged, f"{where}; {why}"
+            Outcome.REPRODUCIBLE,
+            seen.origin,
+            Cause.SCALING,
+            (),
+            seen.outside[:LISTED],
+            reason,
         )
-    again = list_ranks(replays[r].replayer for r in flagged)
-    if all(replays[rank].nonfinite_unscaled is False for rank in flagged):
-        reason = f"{where}, and on {again} too, but finite without the loss scale"
-        return _reproducible(seen, Cause.SCALING, reason)
-    reason = f"{where}, and on {again} of another domain too: the data or the model, not a device"
-    return _reproducible(seen, Cause.DATA, reason)
-
-
-def _reproducible(seen: _Sight, cause: Cause, reason: str) -> NonfiniteJudgement:
-    return NonfiniteJudgement(Outcome.REPRODUCIBLE, seen.origin, cause, (), seen.flagged, reason)
-
-
-def _judge_several(seen: _Sight, replays: Mapping[int, ReplayFinite]) -> NonfiniteJudgement:
-    """The flagged ranks are on several domains."""
-    where = _where(seen)
-    replay = replays.get(seen.flagged[0])
-    if replay is not None and not replay.error and replay.nonfinite_unscaled is False:
-        reason = f"{where}, and finite without the loss scale on rank {replay.replayer}"
-        return _reproducible(seen, Cause.SCALING, reason)
-    reason = f"{where}: several fault domains at once, so no single device"
+    reason = f"{said}: it was made outside of the module, by the loss or what follows it"
     return NonfiniteJudgement(
-        Outcome.WIDESPREAD, seen.origin, Cause.UNKNOWN, (), seen.flagged, reason
+        Outcome.UNATTRIBUTED, seen.origin, Cause.OUTSIDE, (), seen.outside[:LISTED], reason
     )
 
 
-def _judge_reduction(seen: _Sight, topology: Topology) -> NonfiniteJudgement:
+def _judge_reduction(case: _Case) -> NonfiniteJudgement:
     """Every local gradient is finite, and some reduced one is not."""
-    reduced = seen.reduced
-    minority = 2 * len(reduced) < seen.world and len(_domains_of(reduced, topology)) == 1
-    if minority:
-        outcome, named = Outcome.SUSPECT, reduced
+    seen = case.seen
+    reduced, shown = seen.reduced, seen.reduced[:LISTED]
+    minority = 2 * len(reduced) < seen.world
+    if minority and len(_domains_of(reduced, case.topology)) == 1:
         reason = (
-            f"reduction on {list_ranks(reduced)} is not finite, while it is finite on all others"
+            f"reduction on {list_ranks(reduced)} is not finite, while it is finite on all others; "
+            "it cannot be repeated"
         )
-    elif len(reduced) == seen.world == len(seen.scaled) and not seen.nan:
-        reason = "the reduction overflows under the loss scale: every local gradient is finite"
+        struck = case.struck(reduced, Cause.REDUCTION, reason)
         return NonfiniteJudgement(
-            Outcome.REPRODUCIBLE, Origin.REDUCED, Cause.SCALING, (), reduced, reason
+            struck.outcome,
+            Origin.REDUCED,
+            Cause.REDUCTION,
+            struck.named,
+            shown,
+            struck.reason,
+            struck.strikes,
         )
+    outcome, cause = Outcome.UNATTRIBUTED, Cause.REDUCTION
+    if len(reduced) == seen.world == len(seen.scaled) and not seen.reduced_nan:
+        outcome, cause = Outcome.REPRODUCIBLE, Cause.SCALING
+        reason = "the reduction overflows under the loss scale: every local gradient is finite"
     elif len(reduced) == seen.world:
-        outcome, named = Outcome.UNATTRIBUTED, ()
         reason = "the reduced gradient is not finite on any rank, while every local one is finite"
     else:
-        outcome, named = Outcome.UNATTRIBUTED, ()
         reason = (
             f"reduction on {list_ranks(reduced)} is not finite, and too many see it to name one"
         )
-    return NonfiniteJudgement(outcome, Origin.REDUCED, Cause.REDUCTION, named, reduced, reason)
+    return NonfiniteJudgement(outcome, Origin.REDUCED, cause, (), shown, reason)
 
 
 def judge_nonfinite(
@@ -259,6 +467,8 @@ def judge_nonfinite(
     topology: Topology,
     *,
     trusted: bool = True,
+    repeated: Repeated | None = None,
+    history: History | None = None,
 ) -> NonfiniteJudgement:
     """Judge one step from what every rank saw, and from the replays that were made.
 
@@ -268,6 +478,8 @@ def judge_nonfinite(
         topology: Where the ranks are.
         trusted: A replay gives the same gradients as a step. False where preflight found that it
             does not: then a finite replay names nobody.
+        repeated: What was repeated. Without it nobody is named.
+        history: What the segment remembers; without it a strike never names anybody.
     """
     seen = _sight(facts)
     if seen.short:
@@ -278,22 +490,40 @@ def judge_nonfinite(
             "software, no device"
         )
         return NonfiniteJudgement(
-            Outcome.NOT_REDUCED, seen.origin, Cause.NONE, (), seen.short, reason
+            Outcome.NOT_REDUCED, seen.origin, Cause.NONE, (), seen.short[:LISTED], reason
         )
     if seen.weights:
         reason = f"weights or buffers of {list_ranks(seen.weights)} are not finite"
         return NonfiniteJudgement(
-            Outcome.WIDESPREAD, seen.origin, Cause.WEIGHTS, (), seen.weights, reason
+            Outcome.WIDESPREAD, seen.origin, Cause.WEIGHTS, (), seen.weights[:LISTED], reason
         )
+    case = _Case(seen, replays, repeated or Repeated(), topology, history)
     if seen.flagged:
-        if len(_domains_of(seen.flagged, topology)) > 1:
-            return _judge_several(seen, replays)
-        return _judge_replays(seen, replays, trusted=trusted)
+        return case.judge(trusted=trusted)
+    if seen.outside:
+        return _judge_outside(seen, facts)
     if seen.reduced:
-        return _judge_reduction(seen, topology)
+        return _judge_reduction(case)
     return NonfiniteJudgement(
         Outcome.PASS, Origin.NONE, Cause.NONE, (), (), "loss and gradients are finite"
     )
+
+
+def asks_everybody(judgement: NonfiniteJudgement, history: History) -> bool:
+    """Whether every rank has to repeat its own work before the step is judged again.
+
+    As in check 2, at the first strike of a segment.
+    """
+    return judgement.outcome is Outcome.NOT_REPRODUCED and history.ledger.blank
+
+
+def remember(
+    history: History, judgement: NonfiniteJudgement, topology: Topology, *, step: int
+) -> History:
+    """The history after check 1: its strikes count with those of the audits."""
+    devices = [device_of(topology.ranks[rank]) for rank in judgement.strikes]
+    after = history.struck(devices, check=Check.NONFINITE, step=step) if devices else history
+    return after.doubted() if judgement.outcome is Outcome.NONDETERMINISTIC else after
 
 
 def after_join() -> NonfiniteJudgement:

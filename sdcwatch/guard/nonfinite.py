@@ -18,18 +18,31 @@ from torch.nn.modules.batchnorm import _NormBase
 from sdcwatch.checks.nonfinite import confirm_nonfinite
 from sdcwatch.checks.payload import MicroBatch, join, join_losses
 from sdcwatch.checks.replay import ReplayResult
+from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.nonfinite import (
     NonfiniteJudgement,
     RankFinite,
+    Repeated,
+    RepeatsFinite,
     ReplayFinite,
+    asks_everybody,
     judge_nonfinite,
+    plan_nonfinite_repeats,
     plan_nonfinite_replays,
+    remember,
 )
 from sdcwatch.core.topology import Topology
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.hook import GradientProbes
-from sdcwatch.guard.replay import OwnStep, pack_or_nothing, unpack_or_error
+from sdcwatch.guard.replay import (
+    OwnStep,
+    SegmentMemory,
+    pack_or_nothing,
+    result_table,
+    unpack_or_error,
+    value_of,
+)
 from sdcwatch.guard.window import StepWindow
 
 ReplayScaled = Callable[[MicroBatch, bool], ReplayResult]
@@ -48,13 +61,21 @@ class NonfiniteInvestigation:
         replay: Recomputes a micro-batch; the flag asks for a loss gradient of one instead of the
             captured one.
         device: Where received micro-batches go.
+        memory: What the segment remembers; shared with the audits.
     """
 
     def __init__(
-        self, exchange: Exchange, topology: Topology, replay: ReplayScaled, device: torch.device
+        self,
+        exchange: Exchange,
+        topology: Topology,
+        replay: ReplayScaled,
+        device: torch.device,
+        memory: SegmentMemory | None = None,
     ) -> None:
         self._exchange, self._topology = exchange, topology
         self._replay, self._device = replay, device
+        self._memory = memory or SegmentMemory(topology)
+        self._held: dict[int, list[MicroBatch]] = {}
         self._in_a_row = 0
         self._last_step = -2
 
@@ -86,16 +107,90 @@ class NonfiniteInvestigation:
             # A local value that is not finite makes a reduced one so: here its sum overflowed.
             facts = [replace(f, local=False) for f in facts]
         if self._limited(step):
-            judgement = judge_nonfinite(facts, {}, self._topology)
+            judgement = self._judge(facts, {}, trusted=trusted)
+            self._memory.history = remember(
+                self._memory.history, judgement, self._topology, step=step
+            )
             text = f"{judgement.reason} (not replayed: too many such steps in a row)"
             return replace(judgement, reason=text)
         plan = plan_nonfinite_replays(facts, self._topology)
         plan = {p: r for p, r in plan.items() if counts[p] > 0}
-        if plan:
-            replays = self._elsewhere(plan, counts, micro_batches, operation)
-        else:
-            replays = self._without_scale(facts, micro_batches, operation)
-        return judge_nonfinite(facts, replays, self._topology, trusted=trusted)
+        self._held = {self._exchange.rank: list(micro_batches)}
+        repeated = Repeated()
+        try:
+            if plan:
+                replays = self._elsewhere(plan, counts, micro_batches, operation)
+                repeated = Repeated(self._repeat(replays, counts, operation) if trusted else ())
+            else:
+                replays = self._without_scale(facts, micro_batches, operation)
+            judgement = self._judge(facts, replays, repeated, trusted=trusted)
+            if asks_everybody(judgement, self._memory.history):
+                restless = self._restless(micro_batches, operation)
+                repeated = replace(repeated, restless=restless)
+                judgement = self._judge(facts, replays, repeated, trusted=trusted)
+        finally:
+            self._held = {}
+        self._memory.history = remember(self._memory.history, judgement, self._topology, step=step)
+        return judgement
+
+    def _judge(
+        self,
+        facts: Sequence[RankFinite],
+        replays: dict[int, ReplayFinite],
+        repeated: Repeated | None = None,
+        *,
+        trusted: bool,
+    ) -> NonfiniteJudgement:
+        return judge_nonfinite(
+            facts,
+            replays,
+            self._topology,
+            trusted=trusted,
+            repeated=repeated,
+            history=self._memory.history,
+        )
+
+    def _repeat(
+        self, replays: dict[int, ReplayFinite], counts: Sequence[int], operation: str
+    ) -> tuple[RepeatsFinite, ...]:
+        """Flagged ranks, and those that got a finite value, compute again. Every rank calls it."""
+        orders = plan_nonfinite_repeats(replays)
+        if not orders:
+            return ()
+        me = self._exchange.rank
+        own = []
+        for rank, producer, times in orders:
+            if rank != me:
+                continue
+            tries = [self._nonfinite_again(self._held.get(producer, ())) for _ in range(times)]
+            made = [again for again in tries if again is not None]
+            own.append(
+                RepeatsFinite(producer=producer, rank=me, made=len(made), nonfinite=sum(made))
+            )
+        patience = SECONDS_PER_REPLAY * REPEATS * max(counts)
+        message = json.dumps([asdict(r) for r in own]).encode()
+        rows = self._exchange.gather(message, operation, extra_seconds=patience)
+        return tuple(RepeatsFinite(**item) for row in rows for item in json.loads(row))
+
+    def _nonfinite_again(self, micro_batches: Sequence[MicroBatch]) -> bool | None:
+        """Whether one more replay of a step is not finite; None if it could not be made."""
+        results = [self._replay(m, False) for m in micro_batches]
+        if not results or any(r.error for r in results):
+            return None
+        return any(_nonfinite(r) for r in results)
+
+    def _restless(self, micro_batches: Sequence[MicroBatch], operation: str) -> tuple[int, ...]:
+        """Ranks whose repeats of their own work differ. Every rank calls it."""
+        values = set()
+        for _ in range(REPEATS):
+            results = [self._replay(m, False) for m in micro_batches]
+            if not any(r.error for r in results):
+                values.add(tuple(value_of(result_table(r.loss, r.gradients)) for r in results))
+        patience = SECONDS_PER_REPLAY * REPEATS * max(1, len(micro_batches))
+        rows = self._exchange.gather(
+            json.dumps(len(values) > 1).encode(), operation, extra_seconds=patience
+        )
+        return tuple(rank for rank, row in enumerate(rows) if json.loads(row))
 
     def _limited(self, step: int) -> bool:
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 0
@@ -124,6 +219,7 @@ class NonfiniteInvestigation:
                 if isinstance(micro_batch, str):
                     damaged.add(producer)
                     continue
+                self._held.setdefault(producer, []).append(micro_batch)
                 result = self._replay(micro_batch, False)
                 found[producer].append(result)
                 if _nonfinite(result):

@@ -127,6 +127,18 @@ class AuditPolicy:
     facts: Callable[[], dict[str, str]] = dict
 
 
+class SegmentMemory:
+    """Holds what a segment remembers, once for all checks.
+
+    Attributes:
+        history: Replaced after each check, with the same value on every rank.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        # Preflight has compared every rank with its own replay, not yet with each other.
+        self.history = History(matched=frozenset(range(topology.world_size)))
+
+
 class RingAudit:
     """Runs audits.
 
@@ -136,9 +148,7 @@ class RingAudit:
         replay: Recomputes one micro-batch; returns errors as results, never raises.
         names: Parameter names in the order of the gradient tables.
         policy: Quorum and seed.
-
-    Attributes:
-        history: What this segment remembers from check to check.
+        memory: What the segment remembers; shared with check 1.
     """
 
     def __init__(
@@ -149,19 +159,24 @@ class RingAudit:
         names: Sequence[str],
         *,
         policy: AuditPolicy,
+        memory: SegmentMemory | None = None,
     ) -> None:
+        self.memory = memory or SegmentMemory(topology)
         self._exchange, self._topology, self._replay = exchange, topology, replay
         self._names, self._device = tuple(names), policy.device
         self._quorum, self._seed, self._facts = policy.quorum, policy.seed, policy.facts
         self._held: dict[int, MicroBatch] = {}
         self._seconds: dict[Phase, float] = {}
         self._slowest = 0.0
-        # Preflight has compared every rank with its own replay, not yet with each other.
-        self.history = History(matched=frozenset(range(topology.world_size)))
+
+    @property
+    def history(self) -> History:
+        """What this segment remembers from check to check."""
+        return self.memory.history
 
     def forget_strikes(self) -> None:
         """A new preflight has been asked for: streaks start over."""
-        self.history = self.history.preflighted()
+        self.memory.history = self.history.preflighted()
 
     def run(self, step: int, own: OwnStep) -> AuditResult:
         """One audit. Every rank calls it at the same step with its own step's results.
@@ -183,7 +198,7 @@ class RingAudit:
                 result = AuditResult(judgement, (), world, seconds=dict(self._seconds))
             else:
                 facts, result = self._blame(finding, pairing, own, operation)
-            self.history = remember(
+            self.memory.history = remember(
                 self.history, facts, result.judgement, self._topology, step=step
             )
             return result

@@ -218,7 +218,9 @@ def _build(
         ),
         nonfinite=NonfiniteCheck(
             probes,
-            NonfiniteInvestigation(exchange, meeting.topology, guarded.replay, guarded.device),
+            NonfiniteInvestigation(
+                exchange, meeting.topology, guarded.replay, guarded.device, replay.audit.memory
+            ),
         ),
         replay=replay,
         replicas=replicas,
