@@ -1,8 +1,17 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from sdcwatch.core.fingerprint import judge_fingerprints
+from sdcwatch.core.fingerprint import (
+    RANKS_SHOWN,
+    TENSORS_GATHERED,
+    OptimizerFacts,
+    SoftwareFacts,
+    differing_facts,
+    judge_fingerprints,
+    split_local,
+)
 from sdcwatch.core.records import Cause, Outcome
 
 NAMES = ("wte.weight", "head.weight")
@@ -119,6 +128,122 @@ def test_many_tensors_and_ranks_make_a_short_sentence():
     tables = [good] * 20 + [[(rank, 0)] * 500 for rank in range(2, 11)]
     judgement = judge_fingerprints(names, tables)
     assert len(judgement.named) == 9
-    assert len(judgement.disagreements) == 500
+    assert len(judgement.disagreements) == TENSORS_GATHERED
     assert len(judgement.reason) < 600
     assert "so do 5 more ranks" in judgement.reason
+
+
+TRAINED = (frozenset(NAMES),)
+EQUAL = OptimizerFacts(updates=42, skips=1, scale=256.0, groups="a1", steps="b2")
+
+
+def numbers(world, **other):
+    """Facts of `world` ranks; ``other={"r3": EQUAL}`` replaces one."""
+    return tuple(other.get(f"r{rank}", EQUAL) for rank in range(world))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("updates", 41, "updates made: 42 on ranks 0, 1, 2, 4 and 5, 41 on rank 3"),
+        ("skips", 2, "updates skipped: 1 on ranks 0, 1, 2, 4 and 5, 2 on rank 3"),
+        ("scale", 128.0, "loss scale: 256.0 on ranks 0, 1, 2, 4 and 5, 128.0 on rank 3"),
+        ("scale", None, "None on rank 3"),
+        ("groups", "ff", "weight decay): ranks 0, 1, 2, 4 and 5 against rank 3"),
+        ("steps", "ff", "steps counted by the optimizers: ranks 0, 1, 2, 4 and 5 against rank 3"),
+    ],
+)
+def test_other_numbers_of_the_optimizer_are_software_and_nobodys_device(field, value, says):
+    other = replace(EQUAL, **{field: value})
+    tables = replicas(6, r3=((9, 9), (3, 4)))
+    software = SoftwareFacts(optimizers=numbers(6, r3=other), trained=TRAINED)
+    judgement = judge_fingerprints(NAMES, tables, software=software)
+    assert (judgement.outcome, judgement.cause) == (Outcome.UNATTRIBUTED, Cause.SOFTWARE)
+    assert judgement.named == {}
+    assert says in judgement.reason
+    equal = SoftwareFacts(optimizers=numbers(6), trained=TRAINED)
+    assert list(judge_fingerprints(NAMES, tables, software=equal).named) == [3]
+
+
+def test_replicas_that_differ_before_the_first_update_are_software():
+    tables = replicas(6, r3=((1, 2), (9, 9)))
+    judgement = judge_fingerprints(NAMES, tables, software=SoftwareFacts(first=True))
+    assert (judgement.outcome, judgement.cause) == (Outcome.UNATTRIBUTED, Cause.SOFTWARE)
+    assert "before any device has computed" in judgement.reason
+
+
+def test_a_rank_that_differs_everywhere_with_equal_numbers_has_two_readings_and_no_name():
+    tables = replicas(6, r3=((9, 9), (8, 8)))
+    software = SoftwareFacts(optimizers=numbers(6), trained=TRAINED)
+    judgement = judge_fingerprints(NAMES, tables, software=software)
+    assert (judgement.outcome, judgement.cause) == (Outcome.UNATTRIBUTED, Cause.UNKNOWN)
+    assert (judgement.named, judgement.ranks) == ({}, (3,))
+    assert "missed or scaled an update" in judgement.reason
+    assert "norm or a scale wrongly" in judgement.reason
+
+
+def test_an_optimizer_of_its_own_that_was_not_stepped_is_no_device_either():
+    names = ("wte", "head", "bias")
+    tables = [((1, 1), (2, 2), (3, 3))] * 5 + [((9, 9), (2, 2), (3, 3))]
+    one = SoftwareFacts(optimizers=numbers(6), trained=(("wte",), ("head", "bias")))
+    assert judge_fingerprints(names, tables, software=one).outcome is Outcome.UNATTRIBUTED
+    both = SoftwareFacts(optimizers=numbers(6), trained=(("wte", "head", "bias"),))
+    assert judge_fingerprints(names, tables, software=both).named == {5: ("wte",)}
+
+
+def test_a_frozen_tensor_does_not_make_a_missed_update_look_like_a_device():
+    names = ("frozen", "adapter")
+    tables = [((1, 1), (2, 2))] * 5 + [((1, 1), (9, 9))]
+    software = SoftwareFacts(optimizers=numbers(6), trained=(("adapter",),))
+    assert judge_fingerprints(names, tables, software=software).named == {}
+
+
+def test_a_rank_that_differs_in_one_tensor_is_named_beside_one_that_missed_an_update():
+    tables = replicas(7, r3=((9, 9), (8, 8)), r5=((1, 2), (7, 7)))
+    software = SoftwareFacts(optimizers=numbers(7), trained=TRAINED)
+    judgement = judge_fingerprints(NAMES, tables, software=software)
+    assert judgement.named == {5: ("head.weight",)}
+    assert "rank 3 dissents on every tensor" in judgement.reason
+
+
+def test_only_those_gathered_can_show_that_an_update_was_missed():
+    names = [f"layer.{i}" for i in range(TENSORS_GATHERED)]
+    tables = [[(1, 1)] * len(names)] * 5 + [[(9, 9)] * len(names)]
+    trained = ([f"layer.{i}" for i in range(500)],)
+    for differing, named in ((500, []), (TENSORS_GATHERED, [5])):
+        software = SoftwareFacts(
+            optimizers=numbers(6),
+            trained=trained,
+            tensors_total=500,
+            differing_total=differing,
+        )
+        judgement = judge_fingerprints(names, tables, software=software)
+        assert list(judgement.named) == named
+        assert f"{differing} of 500 tensors" in judgement.reason or named
+
+
+def test_facts_that_differ_on_many_ranks_make_a_short_sentence():
+    facts = [replace(EQUAL, updates=rank) for rank in range(500)]
+    (said,) = differing_facts(facts)
+    assert len(said) < 400
+    many = [replace(EQUAL, groups=str(rank % 2)) for rank in range(500)]
+    assert "and 242 more" in differing_facts(many)[0]
+
+
+def test_a_disagreement_of_many_ranks_makes_a_short_record():
+    tables = [((rank % 20, 0),) for rank in range(1000)]
+    (disagreement,) = judge_fingerprints(("w",), tables).disagreements
+    assert len(disagreement.groups) < 20
+    assert max(map(len, disagreement.groups)) <= RANKS_SHOWN
+    assert judge_fingerprints(("w",), tables).ranks == tuple(range(RANKS_SHOWN))
+
+
+def test_local_tensors_are_left_out_by_pattern_and_by_ddps_ignore_list():
+    names = ("wte", "experts.0.w", "experts.1.w", "table")
+    kept, left_out, unused = split_local(
+        names, local=("experts.*", "expert.*"), ignored=("table", "other")
+    )
+    assert kept == ("wte",)
+    assert left_out == ("experts.0.w", "experts.1.w", "table")
+    assert unused == ("expert.*",)
+    assert split_local(names) == (names, (), ())
