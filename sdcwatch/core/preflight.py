@@ -1,18 +1,43 @@
 """What the audits can promise on this model and machine: decided before they are armed.
 
-Each rank compares its own DDP step, the user's backward included, with its own replay, and two
-replays with each other. A single rank that deviates while all others agree is left to the audits,
-which have arbiters; a computation that deviates on several ranks does not repeat, and comparing it
-would only name healthy devices.
+What is audited is the call of the module that DDP wraps. Its contract has four clauses, and
+preflight proves each on every rank; one that does not hold is named with what to write instead,
+lowers the coverage, and never names a device.
+
+| clause | proven by | otherwise |
+|---|---|---|
+| local | no collective runs in a replay | coverage off |
+| no trace | nothing is moved that cannot be put back, no generator is disturbed | coverage off |
+| one way in | gradients enter by the outputs only | coverage off |
+| the same bits again | the step and two replays of it are equal | outputs only, or off |
+| the same on every rank | one common micro-batch, `judge_common` | the ranks differ |
+
+A domain that deviates alone while all others agree is left to the audits, which have arbiters; a
+computation that deviates on several domains does not repeat, and comparing it would only name
+healthy devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from sdcwatch.core.records import Coverage
-from sdcwatch.core.text import list_names, list_ranks
+from sdcwatch.core.arbitration import is_error
+from sdcwatch.core.enums import Coverage, Outcome
+from sdcwatch.core.text import list_names, list_ranks, shortened
+from sdcwatch.core.topology import DOMAINS_TO_NAME, Topology
+
+ATTEMPTS = 3
+"""Preflight steps in a row that may run out of memory before the audits are given up."""
+RINGS_TO_ARM = 2
+"""First audits in a row without any mismatch before coverage is full."""
+LONGEST_WAIT = 64
+"""Due audits that are left out at most after errors in a row."""
+FACTS_SHOWN = 6
+"""Facts about software and environment that a text lists."""
+SIDES_SHOWN = 4
+VALUE_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +46,19 @@ class SelfAudit:
 
     Attributes:
         rank: The rank.
-        outputs_equal: The loss of the step equals that of its replay, bit for bit.
+        outputs_equal: The outputs of the step equal those of its replay, bit for bit.
         gradients_equal: So do the gradients.
-        loss_repeats: Two replays have the same loss.
+        loss_repeats: Two replays have the same outputs.
         gradients_repeat: Two replays have the same gradients.
         differing: Parameters whose gradient differs between step and replay, at most ten.
         error: What a replay ended with.
+        out_of_memory: It was that memory ran out, which may not happen again.
+        collectives: Where the call runs a collective: operation, group, file and line.
+        left_behind: What the call changes and no replay can put back: parameters, what cannot be
+            copied.
+        doors: Ways by which gradients enter other than by the outputs.
+        disturbed: Generators that something outside of the call drew from.
+        not_run: Why nothing could be compared, or "".
     """
 
     rank: int
@@ -36,6 +68,12 @@ class SelfAudit:
     gradients_repeat: bool = True
     differing: tuple[str, ...] = ()
     error: str = ""
+    out_of_memory: bool = False
+    collectives: tuple[str, ...] = ()
+    left_behind: tuple[str, ...] = ()
+    doors: tuple[str, ...] = ()
+    disturbed: tuple[str, ...] = ()
+    not_run: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,64 +81,126 @@ class PreflightJudgement:
     """What one preflight step says.
 
     Attributes:
-        coverage: What can be compared; None asks for another try with deterministic kernels.
+        coverage: What can be compared; None asks for another try.
         reason: One sentence for a person, with what to mend.
         notes: Ranks that deviate alone.
+        out_of_memory: The other try is for want of memory, not for deterministic kernels.
     """
 
     coverage: Coverage | None
     reason: str
     notes: tuple[str, ...] = ()
+    out_of_memory: bool = False
 
 
-def _tolerated(ranks: Sequence[int], world_size: int) -> bool:
-    """Few enough to be a device rather than the computation."""
-    return world_size >= 3 and len(ranks) <= max(1, world_size // 8)
+def _tolerated(ranks: Sequence[int], world: int, topology: Topology | None) -> bool:
+    """One fault domain of at least three: a device, or a node, rather than the computation."""
+    if topology is None:
+        return world >= DOMAINS_TO_NAME and len(ranks) <= 1
+    domains = topology.domains
+    enough = len(topology.domain_sizes) >= DOMAINS_TO_NAME
+    return enough and len({domains[rank] for rank in ranks}) <= 1
 
 
-def judge_preflight(rows: Sequence[SelfAudit], *, deterministic: bool) -> PreflightJudgement:
+_CLAUSES: tuple[tuple[str, str, str], ...] = (
+    (
+        "collectives",
+        "the forward runs a collective",
+        "it cannot be replayed on some ranks only. Return what it gathers from the module, and "
+        "gather in the training loop",
+    ),
+    (
+        "left_behind",
+        "the forward changes what no replay can put back",
+        "change it after the call instead, where it is updated from the outputs or the weights",
+    ),
+    (
+        "doors",
+        "gradients enter the module by another way than its outputs",
+        "let the module return what that term is computed from, or the term itself",
+    ),
+    (
+        "disturbed",
+        "something else draws random numbers while the module computes",
+        "give what runs beside it, such as a loading thread, a torch.Generator of its own",
+    ),
+)
+"""Field of `SelfAudit`, the clause that does not hold, and what to write instead."""
+
+
+def _broken_clause(rows: Sequence[SelfAudit]) -> str | None:
+    for name, what, instead in _CLAUSES:
+        found = {row.rank: getattr(row, name) for row in rows if getattr(row, name)}
+        if found:
+            first = next(iter(found.values()))
+            return f"{what} on {list_ranks(found)} ({list_names(first)}): {instead}"
+    return None
+
+
+def judge_preflight(
+    rows: Sequence[SelfAudit],
+    *,
+    deterministic: bool,
+    topology: Topology | None = None,
+    attempt: int = ATTEMPTS,
+) -> PreflightJudgement:
     """Judge one preflight step from every rank's audit of itself.
 
     Args:
         rows: One per rank.
         deterministic: Deterministic kernels were on.
+        topology: Where the ranks are; each is a fault domain of its own if not given.
+        attempt: Which step in a row this is that ran out of memory, counted from 1.
     """
     world = len(rows)
     failed = [r for r in rows if r.error]
-    if failed:
-        who = list_ranks([r.rank for r in failed])
-        return PreflightJudgement(
-            Coverage.OFF, f"a replay on {who} ended with {failed[0].error}; loss_fn must be "
-            "callable again with the bare module and the same batch",
-        )  # fmt: skip
+    if failed and attempt < ATTEMPTS and all(r.out_of_memory for r in failed):
+        who = list_ranks(r.rank for r in failed)
+        reason = f"a replay on {who} ran out of memory; preflight tries the next step"
+        return PreflightJudgement(None, reason, out_of_memory=True)
+    problem = _broken_clause(rows) or _could_not_run(rows)
+    if problem is not None:
+        return PreflightJudgement(Coverage.OFF, problem)
     restless = [r.rank for r in rows if not (r.loss_repeats and r.gradients_repeat)]
-    if restless and not _tolerated(restless, world):
+    if restless and not _tolerated(restless, world, topology):
         return _does_not_repeat(rows, restless, deterministic=deterministic)
-    settled = [r for r in rows if r.rank not in restless]
-    loss_differs = [r.rank for r in settled if not r.outputs_equal]
-    if loss_differs and not _tolerated(loss_differs, world):
+    settled = [r for r in rows if r.rank not in frozenset(restless)]
+    outputs = [r.rank for r in settled if not r.outputs_equal]
+    if outputs and not _tolerated(outputs, world, topology):
         return PreflightJudgement(
             Coverage.OFF,
-            f"the loss of the step differs from its replay's on {list_ranks(loss_differs)}: put "
-            "autocast inside loss_fn, call the model that loss_fn is given instead of "
-            "model.module, use torch's default generators, and let loss_fn change nothing outside",
+            f"the outputs of the step differ from their replay's on {list_ranks(outputs)}: the "
+            "forward depends on something besides its inputs, weights, buffers and torch's default "
+            "generators, or changes it",
         )
     differs = [r for r in settled if not r.gradients_equal]
     ranks = [r.rank for r in differs]
-    if differs and not _tolerated(ranks, world):
+    if differs and not _tolerated(ranks, world, topology):
         return PreflightJudgement(
             Coverage.OUTPUTS_ONLY,
             f"the gradients of the step differ from their replay's on {list_ranks(ranks)} "
-            f"({list_names(differs[0].differing)}): a term is added to the loss outside loss_fn, "
-            "or the backward does more than loss.backward(); only losses are compared",
+            f"({list_names(differs[0].differing)}): a term reaches them by another way than the "
+            "outputs, or the backward does more than backward(); only outputs are compared",
         )
-    notes = [
-        f"rank {rank} alone deviates from its own replay; the audits will tell why"
-        for rank in (*restless, *loss_differs, *ranks)
-    ]
-    return PreflightJudgement(
-        Coverage.FULL, "step and replay are equal bit for bit", tuple(dict.fromkeys(notes))
-    )
+    alone = list(dict.fromkeys((*restless, *outputs, *ranks)))
+    notes = []
+    if alone:
+        who = list_ranks(alone)
+        notes.append(f"{who} alone deviates from its own replay; the audits will tell why")
+    return PreflightJudgement(Coverage.FULL, "step and replay are equal bit for bit", tuple(notes))
+
+
+def _could_not_run(rows: Sequence[SelfAudit]) -> str | None:
+    failed = [r for r in rows if r.error]
+    if failed:
+        return (
+            f"a replay on {list_ranks(r.rank for r in failed)} ended with {failed[0].error}; the "
+            "forward must be callable again with the same inputs"
+        )
+    idle = [r for r in rows if r.not_run]
+    if idle:
+        return f"{list_ranks(r.rank for r in idle)} cannot be replayed: {idle[0].not_run}"
+    return None
 
 
 def _does_not_repeat(
@@ -112,10 +212,214 @@ def _does_not_repeat(
         return PreflightJudgement(
             Coverage.OUTPUTS_ONLY,
             f"gradients do not repeat on {list_ranks(restless)}, with deterministic kernels "
-            "either; only losses are compared",
+            "either; only outputs are compared",
         )
     return PreflightJudgement(
         Coverage.OFF,
-        f"losses do not repeat on {list_ranks(restless)}, with deterministic kernels either: seed "
-        "every generator that loss_fn uses, or replace the operation that does not repeat",
+        f"outputs do not repeat on {list_ranks(restless)}, with deterministic kernels either: seed "
+        "every generator that the forward uses, or replace the operation that does not repeat",
     )
+
+
+# --- the same on every rank ---
+
+
+@dataclass(frozen=True, slots=True)
+class CommonJudgement:
+    """What all ranks made of one common micro-batch.
+
+    Attributes:
+        matched: Ranks that hold the value of the majority.
+        differing: Ranks that hold another; software or an environment until a person has looked.
+        coverage: `OFF` if no side is a majority; else None, and the audits leave `differing` out.
+        reason: One sentence for a person.
+        separating: Facts about software and environment that separate `differing` from the rest.
+    """
+
+    matched: tuple[int, ...]
+    differing: tuple[int, ...]
+    coverage: Coverage | None
+    reason: str
+    separating: tuple[str, ...] = ()
+
+
+def judge_common(
+    values: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    topology: Topology,
+) -> CommonJudgement:
+    """Judge what every rank computed from one common micro-batch, with the same weights.
+
+    Only asked where MAX of (d, ~d) says that ranks differ, or to know who has matched.
+
+    Args:
+        values: One per rank, compared for equality only. An error is no value: see `error_value`.
+        environments: Facts about software and environment of each rank.
+        topology: Where the ranks are.
+    """
+    sides: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        if not is_error(value):
+            sides.setdefault(value, []).append(rank)
+    ordered = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    if not ordered:
+        return CommonJudgement((), (), Coverage.OFF, "no rank could replay the common micro-batch")
+    most, rest = ordered[0], tuple(sorted(r for ranks in ordered[1:] for r in ranks))
+    if not rest:
+        return CommonJudgement(tuple(most), (), None, "all ranks compute the same bits")
+    separating = separating_facts(environments, rest)
+    domains = {topology.domains[rank] for rank in most}
+    if 2 * len(most) <= len(values) or len(domains) < min(2, len(topology.domain_sizes)):
+        shown = " against ".join(list_ranks(ranks) for ranks in ordered[:SIDES_SHOWN])
+        facts = environment_differences(environments)
+        reason = f"the forward is not the same function on every rank: {shown} compute other bits"
+        return CommonJudgement((), (), Coverage.OFF, _with_facts(reason, facts), tuple(facts))
+    reason = (
+        f"{list_ranks(rest)} computes other bits than {list_ranks(most)} from the same micro-batch "
+        "and weights, and is left out of the audits: the forward is not the same function there, "
+        "or the device is broken"
+    )
+    return CommonJudgement(tuple(most), rest, None, _with_facts(reason, separating), separating)
+
+
+def _with_facts(reason: str, facts: Sequence[str]) -> str:
+    if facts:
+        return f"{reason}; {'; '.join(facts)}"
+    return f"{reason}; no fact about software or environment separates them"
+
+
+def _said(key: str, environments: Sequence[Mapping[str, str]]) -> str | None:
+    """One fact in which ranks differ, with the ranks on each side; None if all have the same."""
+    sides: dict[str, list[int]] = {}
+    for rank, environment in enumerate(environments):
+        sides.setdefault(environment.get(key, "not set"), []).append(rank)
+    if len(sides) < 2:
+        return None
+    ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1][0]))
+    parts = [f"{shortened(v, VALUE_SHOWN)!r} on {list_ranks(r)}" for v, r in ordered[:SIDES_SHOWN]]
+    if len(ordered) > SIDES_SHOWN:
+        parts.append(f"{len(ordered) - SIDES_SHOWN} more values")
+    return f"{key} differs: " + ", ".join(parts)
+
+
+def _keys(environments: Sequence[Mapping[str, str]]) -> list[str]:
+    return sorted({key for environment in environments for key in environment})
+
+
+def environment_differences(environments: Sequence[Mapping[str, str]]) -> list[str]:
+    """One sentence per fact in which ranks differ, naming the ranks on each side.
+
+    Args:
+        environments: Facts about software and environment, by rank.
+    """
+    said = [text for key in _keys(environments) if (text := _said(key, environments))]
+    more = len(said) - FACTS_SHOWN
+    return [*said[:FACTS_SHOWN], f"{more} more facts differ"] if more > 0 else said
+
+
+def separating_facts(
+    environments: Sequence[Mapping[str, str]], inside: Collection[int]
+) -> tuple[str, ...]:
+    """The facts that no rank of one side shares with a rank of the other.
+
+    Args:
+        environments: Facts about software and environment, by rank.
+        inside: The ranks of one side.
+    """
+    ranks = frozenset(inside)
+    found = []
+    for key in _keys(environments):
+        here, there = set[str](), set[str]()
+        for rank, environment in enumerate(environments):
+            (here if rank in ranks else there).add(environment.get(key, "not set"))
+        if here and there and here.isdisjoint(there):
+            found.append(_said(key, environments) or "")
+    return tuple(found[:FACTS_SHOWN])
+
+
+# --- schedules ---
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRings:
+    """The first audits over the ring: coverage is full when several in a row had no mismatch.
+
+    Attributes:
+        clean: Audits without any mismatch so far, in a row.
+    """
+
+    clean: int = 0
+
+    @property
+    def enough(self) -> bool:
+        """The audits can be armed."""
+        return self.clean >= RINGS_TO_ARM
+
+    def after(self, outcome: Outcome) -> FirstRings:
+        """One more audit. One that compared nothing does not count, and ends no streak."""
+        if outcome in (Outcome.NOT_RUN, Outcome.VOID, Outcome.TRANSPORT):
+            return self
+        clean = outcome in (Outcome.PASS, Outcome.DIFFERS)
+        return FirstRings(self.clean + 1 if clean else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """When to try again after replays that ended with an error: at due steps, ever more rarely.
+
+    Attributes:
+        errors: Errors in a row.
+        waits: Due steps still to be left out.
+    """
+
+    errors: int = 0
+    waits: int = 0
+
+    @property
+    def alarms(self) -> bool:
+        """Only the first error in a row is told as one; the others are counted."""
+        return self.errors <= 1
+
+    def failed(self) -> Backoff:
+        """An audit ended with an error: the next due step tries again, then ever fewer do."""
+        return Backoff(self.errors + 1, min(2**self.errors, LONGEST_WAIT) - 1)
+
+    def succeeded(self) -> Backoff:
+        """An audit ended without one."""
+        return Backoff() if self.errors else self
+
+    def due(self) -> tuple[bool, Backoff]:
+        """Whether to try at this due step, and what is left after it."""
+        return (False, replace(self, waits=self.waits - 1)) if self.waits else (True, self)
+
+
+def audited_micro_batch(seed: int, step: int, last_count: int | None) -> int | None:
+    """Which micro-batch of an accumulated step is audited, counted from 0; None for the last one.
+
+    The same on every rank, and another one from step to step, so that a device that is wrong in
+    some of them only is found too.
+
+    Args:
+        seed: Of the configuration.
+        step: The step to be audited.
+        last_count: Micro-batches of the step before; None if there was none, or if it is not known.
+    """
+    if last_count is None or last_count <= 1:
+        return None
+    digest = hashlib.sha256(f"micro-batch {seed} {step}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % last_count
+
+
+def chosen_micro_batch(planned: int | None, count: int) -> int:
+    """The micro-batch that is audited in the end: the last one where the step is shorter.
+
+    Args:
+        planned: What `audited_micro_batch` said.
+        count: Micro-batches that the step turned out to have.
+    """
+    return planned if planned is not None and planned < count else count - 1
+
+
+def audited_share(count: int) -> str:
+    """How much of an accumulated step is audited, as a clause; "" if all of it."""
+    return f"1 of {count} micro-batches of each audited step" if count > 1 else ""

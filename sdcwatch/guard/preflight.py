@@ -8,10 +8,15 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from sdcwatch.core.preflight import PreflightJudgement, SelfAudit, judge_preflight
+from sdcwatch.core.preflight import (
+    PreflightJudgement,
+    SelfAudit,
+    environment_differences,
+    judge_preflight,
+)
 from sdcwatch.core.records import SHOWN, Coverage
 from sdcwatch.guard.exchange import Exchange
-from sdcwatch.guard.replay import OwnStep, Replay, RingAudit, environment_differences, result_table
+from sdcwatch.guard.replay import OwnStep, Replay, RingAudit, result_table
 
 
 class Preflight:

@@ -24,6 +24,7 @@ from sdcwatch.checks.payload import MicroBatch, NotTransportable, PayloadDamaged
 from sdcwatch.checks.replay import ReplayResult
 from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.history import History
+from sdcwatch.core.preflight import environment_differences
 from sdcwatch.core.records import SHOWN, Comparison, Phase
 from sdcwatch.core.replay import (
     AuditFacts,
@@ -425,19 +426,6 @@ def _most_replays(plan: Sequence[Repeat]) -> int:
     for repeat in plan:
         each[repeat.rank] += repeat.times
     return max(each.values(), default=0)
-
-
-def environment_differences(environments: Sequence[dict[str, str]]) -> list[str]:
-    """One sentence per fact in which ranks differ, naming the ranks on each side."""
-    said = []
-    for key in sorted({k for e in environments for k in e}):
-        sides: dict[str, list[int]] = {}
-        for rank, environment in enumerate(environments):
-            sides.setdefault(environment.get(key, "not set"), []).append(rank)
-        if len(sides) > 1:
-            parts = [f"{value!r} on ranks {ranks}" for value, ranks in sides.items()]
-            said.append(f"{key} differs: " + ", ".join(parts))
-    return said
 
 
 def _as_json(finding: _Finding) -> dict[str, object]:

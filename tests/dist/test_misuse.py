@@ -367,7 +367,7 @@ def noisy(
 @pytest.mark.parametrize(
     ("kind", "coverage", "says"),
     [
-        ("loss", Coverage.OFF, "seed every generator that loss_fn uses"),
+        ("loss", Coverage.OFF, "seed every generator that the forward uses"),
         ("gradient", Coverage.OUTPUTS_ONLY, "only losses are compared"),
     ],
 )
@@ -408,7 +408,7 @@ def test_ranks_in_different_environments_are_not_audited_and_nobody_is_blamed(
     assert left["preflight"] == [
         (
             Coverage.OFF,
-            "ranks run different software: threads differs: '1' on ranks [0, 2], '2' on ranks [1]",
+            "ranks run different software: threads differs: '1' on ranks 0 and 2, '2' on rank 1",
         )
     ]
     assert left["verdicts"] == []

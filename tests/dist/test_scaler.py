@@ -26,7 +26,14 @@ from training import Job, mse, of, random_batch, same_on_every_rank, train, verd
 pytestmark = pytest.mark.dist
 
 WORLD, BAD, BAD_STEP = 3, 1, 3
-NAN = Fault(site="gradient", kind="nan", target="3.weight", ranks=(BAD,), step=BAD_STEP)
+NAN = Fault(
+    site="gradient",
+    kind="nan",
+    target="3.weight",
+    ranks=(BAD,),
+    step=BAD_STEP,
+    persistence="sticky",
+)
 ACTIVATION = Fault(
     site="activation",
     kind="scale",
@@ -102,12 +109,12 @@ def test_a_nan_in_one_gradient_before_the_reduction_names_its_rank_case_7(
 
 
 @pytest.mark.parametrize("with_scaler", [True, False], ids=["scaler", "no scaler"])
-def test_a_nan_in_the_reduced_gradient_of_one_rank_only_names_the_reduction_on_it(
+def test_a_nan_in_the_reduced_gradient_of_one_rank_only_is_a_strike_for_it(
     pool: GlooPool, tmp_path: Path, with_scaler: bool
 ) -> None:
     fault = Fault(site="all_reduce", kind="nan", ranks=(BAD,), step=BAD_STEP)
     results = pool.run(poisoned, WORLD, str(tmp_path), with_scaler, fault)
-    assert same_on_every_rank(results) == [(BAD_STEP, "nonfinite", "suspect", (BAD,))]
+    assert same_on_every_rank(results) == [(BAD_STEP, "nonfinite", "not_reproduced", ())]
     (verdict,) = verdicts(results[0])
     assert (verdict.origin, verdict.cause) == (Origin.REDUCED, Cause.REDUCTION)
     assert "reduction on rank 1" in verdict.reason
@@ -181,7 +188,14 @@ def brain(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def brain_float(rank: int, group: Any, run_dir: str) -> Any:
-    fault = Fault(site="gradient", kind="inf", target="0.weight", ranks=(BAD,), step=BAD_STEP)
+    fault = Fault(
+        site="gradient",
+        kind="inf",
+        target="0.weight",
+        ranks=(BAD,),
+        step=BAD_STEP,
+        persistence="sticky",
+    )
     job = Job(
         guard=options(rank, run_dir),
         loss_fn=brain,
@@ -220,7 +234,14 @@ def test_a_nan_in_the_data_is_an_alarm_that_blames_no_device_case_6_19(
 
 
 def ever_again(rank: int, group: Any, run_dir: str, with_scaler: bool) -> Any:
-    fault = Fault(site="gradient", kind="inf", target="0.weight", ranks=(BAD,), steps=(2, 99))
+    fault = Fault(
+        site="gradient",
+        kind="inf",
+        target="0.weight",
+        ranks=(BAD,),
+        steps=(2, 99),
+        persistence="sticky",
+    )
     job = Job(
         guard=options(rank, run_dir, max_consecutive_skips=2),
         plan=FaultPlan(faults=(fault,)),
