@@ -12,18 +12,18 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import forkserver
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import TYPE_CHECKING
 
 from sdcwatch.core.records import Verdict
 from sdcwatch.core.summary import fold
 from sdcwatch.demo.settings import DemoSettings
-from sdcwatch.demo.train import Segment, train
 from sdcwatch.errors import EXIT_CORRUPTION
 from sdcwatch.sinks.jsonl import read_records
+
+if TYPE_CHECKING:
+    from sdcwatch.demo.train import Segment
 
 _PRELOAD = ["torch", "torch._dynamo", "sdcwatch.demo.train"]
 """Imported once and shared by all ranks: six imports of torch on two cores take half a minute."""
@@ -36,6 +36,9 @@ def main(settings_path: Path) -> int:
     # A shell that starts us in the background has SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_forkserver_preload(_PRELOAD)
+    forkserver.ensure_running()  # it imports torch while this process does the same
+    from sdcwatch.demo.train import Segment
+
     settings = DemoSettings.load(settings_path)
     start_step, failed_step = 0, 0
     for number in range(1, _MOST_SEGMENTS + 1):
@@ -54,6 +57,12 @@ def _end_with_parent() -> None:
 
 
 def _run(settings: DemoSettings, segment: Segment) -> int:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from sdcwatch.demo.train import train
+
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
