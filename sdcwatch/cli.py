@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -162,6 +163,42 @@ def report(run_dir: Path, plan_path: Path | None, out: Path | None) -> int:
         return 0
     print_grade(graded, console)
     return graded.exit_code
+
+
+@cli.command()
+@click.argument("run_dirs", nargs=-1, required=True, metavar="RUN_DIR...",
+                type=click.Path(path_type=Path))  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="One JSON array, for scripts.")
+def suspects(run_dirs: tuple[Path, ...], as_json: bool) -> None:
+    """List the devices that checks have named: what a launcher may leave out.
+
+    Nothing is drained by itself: docs/telemetry.md has examples for Slurm and Kubernetes.
+    """
+    from sdcwatch.report.suspects import lines_of, suspects_of
+
+    entries = suspects_of(run_dirs)
+    if as_json:
+        click.echo(json.dumps(entries, indent=2))
+    else:
+        click.echo("\n".join(lines_of(entries)))
+
+
+@cli.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--gpu", required=True, help="The GPU, as the verdict names it.")
+@click.option("--instance-id", default="", help="Its instance id, where the GPU alone is not one.")
+@click.option("--reason", required=True, help="What was done or found out.")
+@click.option("--by", help="Who says so.  [default: the user who runs this]")
+def close(run_dir: Path, gpu: str, instance_id: str, reason: str, by: str | None) -> None:
+    """Close a suspect: a person has dealt with that device.
+
+    Written to RUN_DIR/closed.jsonl. Summary, gauges, alert and later segments respect it, also
+    while the run lives. Evidence that comes later opens the suspect again.
+    """
+    from sdcwatch.report.suspects import close_suspect
+
+    after = close_suspect(run_dir, gpu=gpu, instance_id=instance_id, reason=reason, by=by)
+    click.echo(f"Closed {gpu}. The run is {after.verdict}: {after.reason}.")
 
 
 def main() -> None:

@@ -65,7 +65,8 @@ class Suspect:
         reproduced: It was wrong again when asked again; None if not asked.
         first_step: First step of this run at which it was named.
         last_step: Last step at which it was named.
-        last_time: Unix time at which it was last named; 0.0 in a record, whose own time it is.
+        first_time: Unix time at which it was first named; 0.0 in a record, whose own time it is.
+        last_time: Unix time at which it was last named; the same.
         tensors: Names of tensors in which it differed, at most ten.
         operator: The operation in which it computed wrongly, with the module it ran in; empty if
             the trace could not tell.
@@ -84,6 +85,7 @@ class Suspect:
     reproduced: bool | None = None
     first_step: int = 0
     last_step: int = 0
+    first_time: float = 0.0
     last_time: float = 0.0
     tensors: tuple[str, ...] = ()
     operator: str = ""

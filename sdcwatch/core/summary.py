@@ -232,7 +232,11 @@ def _merged(known: Suspect | None, new: Suspect, record: Verdict) -> Suspect:
     step = new.last_step or record.step
     if known is None:
         return replace(
-            new, first_step=new.first_step or record.step, last_step=step, last_time=record.time
+            new,
+            first_step=new.first_step or record.step,
+            last_step=step,
+            first_time=record.time,
+            last_time=record.time,
         )
     return replace(
         new,
@@ -242,6 +246,7 @@ def _merged(known: Suspect | None, new: Suspect, record: Verdict) -> Suspect:
         arbiters=tuple(sorted({*known.arbiters, *new.arbiters})),
         reproduced=new.reproduced if known.reproduced is None else known.reproduced,
         first_step=known.first_step,
+        first_time=known.first_time,
         last_step=max(known.last_step, step),
         last_time=max(known.last_time, record.time),
         tensors=tuple(dict.fromkeys((*known.tensors, *new.tensors)))[:SHOWN],

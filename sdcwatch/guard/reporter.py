@@ -7,9 +7,7 @@ the truth if the process dies in the next collective; every other sink has a thr
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import sys
 import time
 from collections import Counter, defaultdict
@@ -50,6 +48,7 @@ from sdcwatch.core.replay import Named
 from sdcwatch.core.summary import RunSummary
 from sdcwatch.core.text import list_ranks
 from sdcwatch.core.topology import Topology
+from sdcwatch.sinks.jsonl import write_summary
 
 if TYPE_CHECKING:
     from sdcwatch.guard.replay import AuditResult
@@ -286,11 +285,8 @@ class Reporter:
     def _write_summary(self) -> None:
         if self._summary_path is None:
             return
-        text = json.dumps(self._sink.summary.to_dict(), indent=2, sort_keys=True)
-        temporary = self._summary_path.with_suffix(".tmp")
         try:
-            temporary.write_text(text + "\n")
-            os.replace(temporary, self._summary_path)
+            write_summary(self._summary_path.parent, self._sink.summary)
         except OSError as error:
             # A full disk must not stop the run; the event log counts its own failures.
             self._summary_path = None

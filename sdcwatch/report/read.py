@@ -10,12 +10,11 @@ from sdcwatch.errors import ConfigurationError
 from sdcwatch.sinks.jsonl import event_files, read_records
 
 
-def read_run(run_dir: Path) -> list[Record]:
-    """The records of a run, ordered by time.
+def require_run(run_dir: Path) -> tuple[Path, ...]:
+    """The event logs of a run.
 
     Raises:
-        ConfigurationError: The directory does not exist, holds no event log, or its log holds no
-            record of this package.
+        ConfigurationError: The directory does not exist or holds none.
     """
     if not run_dir.is_dir():
         msg = f"Expected the directory of a run, but got {run_dir}, which is none. Check the path."
@@ -26,6 +25,17 @@ def read_run(run_dir: Path) -> list[Record]:
         do = f"Did you mean {near[-1]}?" if near else "Pass the run_dir of a guarded run."
         msg = f"Expected events.jsonl in {run_dir}, but it holds none. {do}"
         raise ConfigurationError(msg)
+    return files
+
+
+def read_run(run_dir: Path) -> list[Record]:
+    """The records of a run, ordered by time.
+
+    Raises:
+        ConfigurationError: The directory does not exist, holds no event log, or its log holds no
+            record of this package.
+    """
+    files = require_run(run_dir)
     try:
         records = read_records(run_dir)
     except (OSError, ValueError) as error:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 EVENTS = "events.jsonl"
 EVENTS_PATTERN = "events*.jsonl"
 CLOSED = "closed.jsonl"
+SUMMARY = "summary.json"
 LOOK_SECONDS = 2.0
 """Between two looks of a live run for what a person has closed."""
 
@@ -148,6 +149,18 @@ def read_records(run_dir: Path) -> list[Record]:
         msg = f"Expected {EVENTS_PATTERN} in {run_dir}, but got none. Pass the run's directory."
         raise FileNotFoundError(msg)
     return sorted(stream_records(run_dir), key=lambda record: record.time)
+
+
+def write_summary(run_dir: Path, summary: RunSummary) -> None:
+    """Write ``summary.json`` as a whole, so that nobody reads half of it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    text = json.dumps(summary.to_dict(), indent=2, sort_keys=True)
+    unfinished = run_dir / f".{SUMMARY}.{os.getpid()}"
+    unfinished.write_text(text + "\n")
+    unfinished.replace(run_dir / SUMMARY)
 
 
 def append_closing(run_dir: Path, closing: Closing) -> None:

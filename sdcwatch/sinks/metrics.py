@@ -40,7 +40,8 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.core.text import clock, evidence, list_ranks, shortened
+from sdcwatch.core.suspects import SuspectDevice, suspect_devices
+from sdcwatch.core.text import clock, list_ranks, shortened
 from sdcwatch.sinks.base import without_user_info
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class RecordMetrics:
         return {
             catalog.RUN_INFO.name: self._run,
             catalog.EVENT_INFO.name: tuple(map(_event_info, summary.findings)),
-            catalog.SUSPECT_INFO.name: tuple(_suspect_infos(summary)),
+            catalog.SUSPECT_INFO.name: tuple(map(_suspect_info, suspect_devices(summary))),
             catalog.CHECKPOINT_INFO.name: tuple(_checkpoint_info(summary)),
         }
 
@@ -301,23 +302,18 @@ def _levels(record: Record, summary: RunSummary) -> Iterable[Measurement]:
 
 def _suspects(summary: RunSummary) -> Iterable[Measurement]:
     """Evidence and state of every device that has one."""
-    closed = {s.device for s in summary.closed_suspects} - {s.device for s in summary.suspects}
-    last: dict[Device, Suspect] = {}
-    for suspect in (*summary.closed_suspects, *summary.suspects):
-        who = _who_of(suspect)
-        for result, value in (
-            ("mismatches", suspect.mismatches),
-            ("comparisons", suspect.comparisons),
-        ):
-            yield _m(catalog.RANK_EVIDENCE, value, **who, check=suspect.check, result=result)
-        if suspect.device not in last or suspect.last_step >= last[suspect.device].last_step:
-            last[suspect.device] = suspect
-    for device, suspect in last.items():
-        who = _who_of(suspect)
-        yield _m(catalog.RANK_LAST_FINDING_STEP, suspect.last_step, **who)
-        yield _m(catalog.RANK_STATE, float(device not in closed), **who, state=RankState.SUSPECT)
-        if summary.closed_suspects:
-            yield _m(catalog.RANK_STATE, float(device in closed), **who, state=RankState.CLOSED)
+    for device in suspect_devices(summary):
+        for found in device.findings:
+            who = _who_of(found)
+            for result in ("mismatches", "comparisons"):
+                value = getattr(found, result)
+                yield _m(catalog.RANK_EVIDENCE, value, **who, check=found.check, result=result)
+        who = _who_of(device.newest)
+        closed = device.state is RankState.CLOSED
+        yield _m(catalog.RANK_LAST_FINDING_STEP, device.newest.last_step, **who)
+        yield _m(catalog.RANK_STATE, float(not closed), **who, state=RankState.SUSPECT)
+        if summary.closings:  # a reopened one must lose the state, too
+            yield _m(catalog.RANK_STATE, float(closed), **who, state=RankState.CLOSED)
 
 
 def _who_of(found: Suspect | Strike) -> dict[str, object]:
@@ -349,30 +345,21 @@ def _event_info(found: Finding) -> Measurement:
     )
 
 
-def _suspect_infos(summary: RunSummary) -> Iterable[Measurement]:
-    """One series per device, all checks that named it together."""
-    because = {c.gpu: c.reason for c in summary.closings}
-    states = {RankState.CLOSED: summary.closed_suspects, RankState.SUSPECT: summary.suspects}
-    seen: dict[Device, tuple[RankState, list[Suspect]]] = {}
-    for state, suspects in states.items():  # open last: one open finding keeps a device open
-        for suspect in suspects:
-            found = seen.get(suspect.device, (state, []))[1]
-            seen[suspect.device] = (state, [*found, suspect])
-    for state, found in seen.values():
-        newest = max(found, key=lambda s: s.last_time)
-        yield _m(
-            catalog.SUSPECT_INFO,
-            1,
-            **_who_of(newest),
-            state=state,
-            checks=", ".join(sorted({s.check.value for s in found})),
-            first_step=min(s.first_step for s in found),
-            last_step=newest.last_step,
-            last_time=clock(newest.last_time),
-            evidence=shortened("; ".join(map(evidence, found)), REASON_LENGTH),
-            operator=next((s.operator for s in found if s.operator), ""),
-            closed_because=because.get(newest.gpu, "") if state is RankState.CLOSED else "",
-        )
+def _suspect_info(device: SuspectDevice) -> Measurement:
+    newest = device.newest
+    return _m(
+        catalog.SUSPECT_INFO,
+        1,
+        **_who_of(newest),
+        state=device.state,
+        checks=", ".join(found.check.value for found in device.findings),
+        first_step=device.first_step,
+        last_step=newest.last_step,
+        last_time=clock(newest.last_time),
+        evidence=shortened(device.evidence, REASON_LENGTH),
+        operator=device.operator,
+        closed_because="" if device.closing is None else device.closing.reason,
+    )
 
 
 def _checkpoint_info(summary: RunSummary) -> Iterable[Measurement]:
