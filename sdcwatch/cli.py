@@ -148,6 +148,7 @@ def report(run_dir: Path, plan_path: Path | None, out: Path | None) -> int:
     from sdcwatch.demo.settings import planted_of
     from sdcwatch.report.page import write_page
     from sdcwatch.report.read import read_run, world_size_of
+    from sdcwatch.sinks.jsonl import read_closings
 
     records = read_run(run_dir)
     graded = None
@@ -157,7 +158,7 @@ def report(run_dir: Path, plan_path: Path | None, out: Path | None) -> int:
 
         graded = grade(records, planted_of(load_plan(plan_path), world_size_of(records)))
     console = Console()
-    path = write_page(records, out or run_dir / "report.html", graded)
+    path = write_page(records, out or run_dir / "report.html", graded, read_closings(run_dir))
     console.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
     if graded is None:
         return 0

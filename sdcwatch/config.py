@@ -6,12 +6,23 @@ This is the only module that reads the environment, and only when asked: `GuardC
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypedDict,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from sdcwatch.errors import ConfigurationError, expect, nearest
 
@@ -19,6 +30,56 @@ if TYPE_CHECKING:
     from sdcwatch.sinks.base import Sink
 
 Export = Literal["leader", "node", "all"]
+
+
+_PLAIN: Mapping[Any, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    tuple: "a tuple",
+    Mapping: "a mapping",
+    Path: "a path",
+    type(None): "None",
+}
+
+
+def require_types(config: Any) -> None:
+    """Check that every field of a config dataclass has the type that it is annotated with.
+
+    Raises:
+        ConfigurationError: A field has another; it is named, with what it should be.
+    """
+    for name, hint in get_type_hints(type(config)).items():
+        if name not in type(config).__dataclass_fields__:
+            continue
+        value = getattr(config, name)
+        choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        words = list(dict.fromkeys(_words_of(choice) for choice in choices))
+        expect(
+            any(_fits(value, choice) for choice in choices),
+            f"`{name}` to be {' or '.join(words)}",
+            value,
+            f"Pass {words[0]}.",
+        )
+
+
+def _words_of(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        words = get_args(hint)
+        return repr(words[0]) if len(words) == 1 else f"one of {words}"
+    plain = get_origin(hint) or hint
+    return _PLAIN.get(plain) or f"a {plain.__name__}"
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if hint in (int, float):  # True is an int to Python and a mistake here
+        numbers = int if hint is int else (int, float)
+        finite = not isinstance(value, float) or math.isfinite(value)
+        return isinstance(value, numbers) and not isinstance(value, bool) and finite
+    return isinstance(value, get_origin(hint) or hint)
 
 
 def _positive(name: str, value: object, *, optional: bool = False) -> None:
@@ -42,7 +103,7 @@ class TelemetryConfig:
         prometheus_host: Address to bind; loopback unless told otherwise.
         prometheus_port: Port of local rank 0; local rank i takes port + i. 0 takes any free port,
             found through `file_sd_dir`.
-        file_sd_dir: Directory for Prometheus file_sd entries, one per exporting rank.
+        file_sd_dir: Directory for Prometheus file_sd entries, one per exporting process.
         otlp: Push over OTLP/HTTP; None means: if a standard OTEL_EXPORTER_OTLP_* endpoint is set.
         export: Which ranks export: the leader, one per node, or all.
         wandb: Use `wandb.run` if the script has one.
@@ -58,7 +119,7 @@ class TelemetryConfig:
     prometheus: bool = True
     prometheus_host: str = "127.0.0.1"
     prometheus_port: int = 9464
-    file_sd_dir: Path | None = None
+    file_sd_dir: Path | str | None = None
     otlp: bool | None = None
     export: Export = "leader"
     wandb: bool = True
@@ -70,8 +131,10 @@ class TelemetryConfig:
     dashboard_url: str = ""
 
     def __post_init__(self) -> None:
-        """Check every field."""
-        _one_of("export", self.export, ("leader", "node", "all"))
+        """Check every field; a path may be given as a string."""
+        require_types(self)
+        if self.file_sd_dir is not None:
+            object.__setattr__(self, "file_sd_dir", Path(self.file_sd_dir))
         _positive("queue_size", self.queue_size)
         expect(
             0 <= self.prometheus_port <= 65535,
@@ -149,14 +212,11 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without the model."""
+        require_types(self)
         for name in ("audit_every", "fingerprint_every", "checkpoint_every"):
             _positive(name, getattr(self, name), optional=True)
         for name in ("max_consecutive_skips", "preflight_micro_batches"):
             _positive(name, getattr(self, name))
-        _one_of("mode", self.mode, ("enforce", "observe"))
-        _one_of("on_failure", self.on_failure, ("skip", "stop"))
-        _one_of("on_hang", self.on_hang, ("report", "exit"))
-        _one_of("fault_domain", self.fault_domain, ("auto", "node", "gpu"))
         _one_of("quorum", str(self.quorum), ("2", "3"))
         for name in ("start_step", "max_audit_age"):
             value = getattr(self, name)
@@ -164,12 +224,6 @@ class GuardConfig:
             expect(ok, f"`{name}` >= 0", value, "Pass a number of steps.")
         for name in ("deadline_seconds", "hang_seconds"):
             expect(getattr(self, name) > 0, f"`{name}` > 0", getattr(self, name), "Pass seconds.")
-        expect(
-            self.telemetry == "off" or isinstance(self.telemetry, TelemetryConfig),
-            '`telemetry` to be a TelemetryConfig or "off"',
-            self.telemetry,
-            "Pass sdcwatch.TelemetryConfig(...).",
-        )
 
     @property
     def audit_age_limit(self) -> int | None:

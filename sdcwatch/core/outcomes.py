@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from sdcwatch.core.enums import Cause, Outcome, RunWord
+from sdcwatch.core.enums import Cause, CheckpointResult, Outcome, RunWord
 from sdcwatch.errors import EXIT_CORRUPTION, EXIT_SOFTWARE, CorruptionDetected, SoftwareDivergence
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ MEANINGS: Mapping[Outcome, Meaning] = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a run's word looks."""
+    """How a word looks: a character beside it, and what its color says."""
 
     symbol: str
     role: Role
@@ -104,6 +104,16 @@ WORDS: Mapping[RunWord, Look] = {
     RunWord.PARTLY_CHECKED: Look("◐", Role.CAUTION),
     RunWord.CLEAN: Look("✓", Role.GOOD),
 }
+
+
+CHECKPOINTS: Mapping[CheckpointResult, Look] = {
+    CheckpointResult.SAVED: Look("✓", Role.GOOD),
+    CheckpointResult.PROVISIONAL: Look("○", Role.CAUTION),
+    CheckpointResult.CONFIRMED: Look("✓", Role.GOOD),
+    CheckpointResult.WITHHELD: Look("✗", Role.BROKEN),
+    CheckpointResult.FAILED: Look("✗", Role.BROKEN),
+}
+"""How what became of a checkpoint looks."""
 
 
 def is_alarm(verdict: Verdict) -> bool:

@@ -539,9 +539,11 @@ class SummaryBuilder:
         )
 
 
-def fold(records: Iterable[Record]) -> RunSummary:
-    """The summary of some records, in the order in which they were written."""
+def fold(records: Iterable[Record], closings: Iterable[Closing] = ()) -> RunSummary:
+    """The summary of some records, in the order in which they were written, and of closings."""
     running = SummaryBuilder()
+    for closing in closings:
+        running.close(closing)
     for record in records:
         running.add(record)
     return running.summary()

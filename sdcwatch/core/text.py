@@ -7,8 +7,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from sdcwatch.core.records import Check, Suspect
+from sdcwatch.core.outcomes import CHECKPOINTS, MEANINGS, Role
+from sdcwatch.core.records import (
+    Action,
+    Check,
+    CheckpointEvent,
+    GateReason,
+    GuardState,
+    Hang,
+    Note,
+    Outcome,
+    PreflightDone,
+    Record,
+    RunFinished,
+    RunStarted,
+    StateChanged,
+    Suspect,
+    UpdateSkipped,
+    Verdict,
+)
+
+CHECK_NAMES = {
+    Check.NONFINITE: "check 1 nonfinite",
+    Check.REPLAY: "check 2 replay",
+    Check.FINGERPRINT: "check 3 fingerprint",
+}
+ACTIONS = {
+    Action.NONE: "",
+    Action.SKIP: "update skipped on every rank",
+    Action.STOP: "all ranks stop",
+    Action.OBSERVE: "observed only",
+}
+_SIMULATED = "cpu-sim-"
 
 _SHOWN = 8
 
@@ -68,3 +100,95 @@ def evidence(suspect: Suspect) -> str:
     if suspect.reproduced is not None:
         said += f"; {'wrong' if suspect.reproduced else 'right'} when asked again"
     return said + (f"; in {suspect.operator}" if suspect.operator else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A record as a line for a person; `str` gives it as the log has it.
+
+    Attributes:
+        step: Its step.
+        words: What happened, in a few words.
+        detail: Why, and what was done about it; may be empty.
+        symbol: One character for what it means.
+        role: Of its color.
+    """
+
+    step: int
+    words: str
+    detail: str = ""
+    symbol: str = "·"
+    role: Role = Role.MUTED
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.words}" + (f": {self.detail}" if self.detail else "")
+
+
+def line_of(record: Record) -> Line | None:
+    """The line that tells of a record, or None for passes and progress."""
+    match record:
+        case Verdict():
+            return _verdict_line(record)
+        case CheckpointEvent():
+            look = CHECKPOINTS[record.result]
+            reason = "" if record.reason is GateReason.OK else f" ({record.reason.value})"
+            words = f"checkpoint {record.result.value}{reason}"
+            return Line(record.step, words, record.detail, look.symbol, look.role)
+        case UpdateSkipped():
+            return Line(record.step, f"update skipped ({record.reason.value})", role=Role.CAUTION)
+        case Hang():
+            return _hang_line(record)
+        case Note():
+            return Line(record.step, record.code, record.message, "!", Role.CAUTION)
+        case _:
+            return _run_line(record)
+
+
+def _verdict_line(verdict: Verdict) -> Line | None:
+    if verdict.outcome is Outcome.PASS:
+        return None
+    meaning = MEANINGS[verdict.outcome]
+    label = meaning.label.upper() if meaning.role is Role.BROKEN else meaning.label
+    who = "; ".join(f"rank {s.rank} on {s.node}{_device(s)}" for s in verdict.suspects)
+    words = f"{CHECK_NAMES[verdict.check]}: {label}" + (f" {who}" if who else "")
+    where = f"; in {verdict.operator}" if verdict.operator else ""
+    action = ACTIONS[verdict.action]
+    detail = verdict.reason + where + (f" [{action}]" if action else "")
+    return Line(verdict.step, words, detail, meaning.symbol, meaning.role)
+
+
+def _device(suspect: Suspect) -> str:
+    return "" if suspect.gpu.startswith(_SIMULATED) else f" ({suspect.gpu})"
+
+
+def _hang_line(hang: Hang) -> Line:
+    notes = [f"rank {rank} {text}" if rank.isdigit() else text for rank, text in hang.left.items()]
+    words = f"{list_ranks(hang.absent)} absent at {hang.operation}"
+    return Line(hang.step, words, "; ".join(notes), "✗", Role.BROKEN)
+
+
+def _run_line(record: Record) -> Line | None:
+    match record:
+        case RunStarted():
+            nodes = len({r.node for r in record.ranks})
+            words = f"guarding {len(record.ranks)} ranks on {nodes} nodes"
+            if record.step:
+                words = f"restarted from the checkpoint of step {record.step}, {words}"
+            detail = (
+                f"audit every {record.audit_every}, weights every {record.fingerprint_every}, "
+                f"{record.parameters:,} parameters"
+            )
+            return Line(record.step, words, detail, "▶")
+        case PreflightDone():
+            words = f"preflight: coverage {record.coverage.value}"
+            return Line(record.step, words, record.reason, "✓", Role.GOOD)
+        case StateChanged():
+            tainted = record.state is GuardState.TAINTED
+            words = "run TAINTED" if tainted else f"guard {record.state.value}"
+            symbol, role = ("✗", Role.BROKEN) if tainted else ("·", Role.MUTED)
+            return Line(record.step, words, record.reason, symbol, role)
+        case RunFinished():
+            role = Role.BROKEN if record.exit_code else Role.MUTED
+            return Line(record.step, f"ended: {record.state.value}", record.reason, "■", role)
+        case _:
+            return None

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from sdcwatch.core.grade import Grade, GradedFault, grade, named_ranks
 from sdcwatch.core.records import (
+    Check,
     CheckpointEvent,
     CheckpointResult,
     Record,
@@ -22,8 +23,8 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.summary import RunSummary, fold
-from sdcwatch.core.text import list_ranks
-from sdcwatch.demo.display import CHECK_NAMES, outcome_words
+from sdcwatch.core.text import CHECK_NAMES, list_ranks
+from sdcwatch.demo.display import outcome_words
 from sdcwatch.demo.settings import PLAN_NAME, DemoSettings, planted_of
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.faults.plan import FaultPlan
@@ -126,7 +127,7 @@ def _found(verdict: Verdict) -> str:
     named = named_ranks(verdict)
     who = list_ranks(named) if named else "nobody named"
     word = outcome_words(verdict.outcome)[1]
-    return f"{CHECK_NAMES[verdict.check.value]} {verdict.check.value}: {word}, {who}"
+    return f"{CHECK_NAMES[verdict.check]}: {word}, {who}"
 
 
 def _mark(fault: GradedFault, *, partial: bool) -> Text:
@@ -176,7 +177,7 @@ def _cost(summary: RunSummary) -> list[Text]:
     if not summary.step_seconds:
         return []
     parts = [
-        f"{CHECK_NAMES.get(check, check)} {check} {seconds:.1f} s"
+        f"{CHECK_NAMES[Check(check)]} {seconds:.1f} s"
         for check, seconds in summary.overhead_seconds.items()
     ]
     ratio = summary.overhead_ratio or 0.0

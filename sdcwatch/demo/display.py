@@ -1,6 +1,6 @@
 """What a person sees while the demo runs: a progress bar, and one line per event.
 
-Words come first, a symbol and a colour beside them. The logs of the run are followed as they are
+Words come first, a symbol and a color beside them. The logs of the run are followed as they are
 written.
 """
 
@@ -19,19 +19,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from sdcwatch.core import text
+from sdcwatch.core.outcomes import COLORS, MEANINGS, Role
 from sdcwatch.core.records import (
-    CheckpointEvent,
-    CheckpointResult,
-    GateReason,
     GuardState,
-    Hang,
-    Note,
     Outcome,
-    PreflightDone,
     Record,
-    RunFinished,
     RunStarted,
     StateChanged,
+    UpdateSkipped,
     Verdict,
     decode,
 )
@@ -81,6 +77,8 @@ class Display:
         """Move the bar, and print a line if the record is worth one."""
         if isinstance(record, ProgressRecord):
             self._advance(record)
+        elif isinstance(record, Verdict):
+            self._counts[record.outcome] += 1
         elif isinstance(record, RunStarted):
             self._bar.update(self._task, completed=record.step, description="preflight")
         line = line_of(record)
@@ -97,8 +95,8 @@ class Display:
         self._console.print(line, highlight=False, soft_wrap=True)
 
     def _advance(self, record: ProgressRecord) -> None:
-        for count in record.counts:
-            self._counts[count.outcome] += count.count
+        for entry in record.counts:
+            self._counts[entry.outcome] += entry.count
         self._loss = record.loss
         steps = record.plain_steps + record.audit_steps
         if steps:
@@ -106,12 +104,12 @@ class Display:
         self._moved(record.step)
 
     def _moved(self, step: int) -> None:
-        text = self._state()
-        self._bar.update(self._task, completed=step, description=text)
+        state = self._state()
+        self._bar.update(self._task, completed=step, description=state)
         now = time.monotonic()
         if not self._console.is_terminal and now - self._last_plain >= _PLAIN_EVERY_SECONDS:
             self._last_plain = now
-            self.say(Text.assemble((f"step {step:>4}  ", "dim"), Text.from_markup(text)))
+            self.say(Text.assemble((f"step {step:>4}  ", "dim"), Text.from_markup(state)))
 
     def _state(self) -> str:
         parts = [] if self._loss is None else [f"loss {self._loss:.3f}"]
@@ -123,105 +121,29 @@ class Display:
         return "  ".join(parts)
 
 
-CHECK_NAMES = {"nonfinite": "check 1", "replay": "check 2", "fingerprint": "check 3"}
-
-_OUTCOME_WORDS: dict[Outcome, tuple[str, str, str]] = {
-    Outcome.PASS: ("✓", "pass", "green"),
-    Outcome.SUSPECT: ("✗", "SUSPECT", "bold red"),
-    Outcome.REPRODUCIBLE: ("○", "reproducible", "cyan"),
-    Outcome.UNATTRIBUTED: ("?", "unattributed", "bold yellow"),
-    Outcome.INCONCLUSIVE: ("?", "inconclusive", "bold yellow"),
-    Outcome.NOT_REPRODUCED: ("△", "not reproduced", "yellow"),
-    Outcome.NONDETERMINISTIC: ("≈", "nondeterministic", "yellow"),
-    Outcome.WIDESPREAD: ("?", "widespread", "bold yellow"),
-    Outcome.TRANSPORT: ("△", "transport", "yellow"),
-    Outcome.NOT_REDUCED: ("✗", "not reduced", "bold yellow"),
-    Outcome.DIFFERS: ("≠", "differs", "bold yellow"),
-    Outcome.VOID: ("–", "void", "yellow"),
-    Outcome.NOT_RUN: ("–", "not run", "yellow"),
-}
-_CHECKPOINT_STYLE = {
-    CheckpointResult.SAVED: ("✓", "green"),
-    CheckpointResult.PROVISIONAL: ("○", "cyan"),
-    CheckpointResult.CONFIRMED: ("✓", "green"),
-    CheckpointResult.WITHHELD: ("✗", "bold red"),
-    CheckpointResult.FAILED: ("✗", "bold red"),
-}
-_ACTION_WORDS = {
-    "skip": "update skipped on every rank",
-    "stop": "all ranks stop",
-    "observe": "observed only",
-}
-
-
 def outcome_words(outcome: Outcome) -> tuple[str, str, str]:
     """Symbol, word and rich style of an outcome."""
-    return _OUTCOME_WORDS[outcome]
+    meaning = MEANINGS[outcome]
+    return meaning.symbol, meaning.label, style_of(meaning.role)
+
+
+def style_of(role: Role) -> str:
+    """The rich style of a color role."""
+    return "bold" if role is Role.MUTED else f"bold {COLORS[role]}"
 
 
 def line_of(record: Record) -> Text | None:
-    """The line that tells of a record, or None for those that only move the progress bar."""
-    match record:
-        case Verdict():
-            return _verdict(record)
-        case CheckpointEvent():
-            symbol, style = _CHECKPOINT_STYLE[record.result]
-            reason = "" if record.reason is GateReason.OK else f" ({record.reason.value})"
-            detail = f": {record.detail}" if record.detail else ""
-            words = f"{symbol} checkpoint {record.result.value}{reason}"
-            return _line(record.step, words, style, detail)
-        case Hang():
-            absent = ", ".join(map(str, record.absent)) or "nobody"
-            words = f"✗ hang at {record.operation}"
-            return _line(record.step, words, "bold red", f": rank {absent} did not answer")
-        case Note():
-            return _line(record.step, f"! {record.code}", "yellow", f": {record.message}")
-        case _:
-            return _run_line(record)
+    """The line of a record with symbol and color, or None for those that only move the bar.
 
-
-def _run_line(record: Record) -> Text | None:
-    match record:
-        case RunStarted():
-            nodes = len({r.node for r in record.ranks})
-            guarding = f"guarding {len(record.ranks)} ranks on {nodes} nodes"
-            words = f"▶ {guarding}"
-            if record.step:
-                words = f"▶ restarted from the checkpoint of step {record.step}, {guarding}"
-            detail = (
-                f": audit every {record.audit_every}, "
-                f"weights every {record.fingerprint_every}, {record.parameters:,} parameters"
-            )
-            return _line(record.step, words, "bold", detail)
-        case PreflightDone():
-            words = f"✓ preflight: coverage {record.coverage.value}"
-            return _line(record.step, words, "green", f": {record.reason}")
-        case StateChanged() if record.state is GuardState.TAINTED:
-            return _line(record.step, "✗ run TAINTED", "bold red", f": {record.reason}")
-        case RunFinished():
-            clean = record.exit_code == 0
-            words = f"■ ended: {record.state.value}"
-            return _line(record.step, words, "bold" if clean else "bold red", f": {record.reason}")
-        case _:
-            return None
-
-
-def _verdict(verdict: Verdict) -> Text | None:
-    if verdict.outcome is Outcome.PASS:
+    A skipped update stands in the line of its verdict, and the guard's states in what led to them.
+    """
+    quiet = isinstance(record, StateChanged) and record.state is not GuardState.TAINTED
+    line = None if quiet or isinstance(record, UpdateSkipped) else text.line_of(record)
+    if line is None:
         return None
-    symbol, word, style = _OUTCOME_WORDS[verdict.outcome]
-    who = "; ".join(f"rank {s.rank} on {s.node}" for s in verdict.suspects)
-    words = f"{symbol} {CHECK_NAMES[verdict.check.value]} {verdict.check.value}: {word}"
-    if who:
-        words += f" {who}"
-    action = _ACTION_WORDS.get(verdict.action.value, "")
-    return _line(
-        verdict.step, words, style, f": {verdict.reason}" + (f" [{action}]" if action else "")
-    )
-
-
-def _line(step: int, words: str, style: str, detail: str) -> Text:
-    return Text.assemble((f"step {step:>4}  ", "dim"), (words, style), detail)
+    detail = f": {line.detail}" if line.detail else ""
+    words = (f"{line.symbol} {line.words}", style_of(line.role))
+    return Text.assemble((f"step {line.step:>4}  ", "dim"), words, detail)
 
 
 class LineTail:

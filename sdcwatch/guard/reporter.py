@@ -24,7 +24,6 @@ from sdcwatch.core.records import (
     SHOWN,
     Action,
     Check,
-    CheckpointEvent,
     Comparison,
     Count,
     Coverage,
@@ -46,7 +45,7 @@ from sdcwatch.core.records import (
 )
 from sdcwatch.core.replay import Named
 from sdcwatch.core.summary import RunSummary
-from sdcwatch.core.text import list_ranks
+from sdcwatch.core.text import line_of, list_ranks
 from sdcwatch.core.topology import Topology
 from sdcwatch.sinks.jsonl import write_summary
 
@@ -343,18 +342,6 @@ def open_console(*, console: bool) -> Callable[[], None]:
     return close
 
 
-def describe(record: Record) -> str:
-    """One line for a person; empty for records that need none."""
-    text: Callable[..., str] | None = _LINES.get(type(record))
-    return "" if text is None else text(record)
-
-
-def _verdict_line(v: Verdict) -> str:
-    who = ", ".join(f"rank {s.rank} on {s.node} ({s.gpu})" for s in v.suspects)
-    outcome = v.outcome.value.replace("_", " ") + (f" {who}" if who else "")
-    return f"step {v.step}: {v.check.value} {outcome}: {v.reason}"
-
-
 def closing_line(summary: RunSummary, run_dir: Path) -> str:
     """The last line of a run: a run in which something was found must not end looking healthy."""
     good = summary.last_good_checkpoint_step
@@ -366,37 +353,10 @@ def closing_line(summary: RunSummary, run_dir: Path) -> str:
     )
 
 
-def _checkpoint_line(c: CheckpointEvent) -> str:
-    detail = f": {c.detail}" if c.detail else ""
-    return f"step {c.step}: checkpoint {c.result.value} ({c.reason.value}){detail}"
-
-
-def _finish_line(f: RunFinished) -> str:
-    return f"step {f.step}: {f.state.value}: {f.reason}"
-
-
-def _hang_line(h: Hang) -> str:
-    known = [f"rank {rank} {text}" if rank.isdigit() else text for rank, text in h.left.items()]
-    said = ": " + "; ".join(known) if known else ""
-    return f"step {h.step}: {list_ranks(h.absent)} absent at {h.operation}{said}"
-
-
-_LINES: dict[type[Record], Callable[..., str]] = {
-    Verdict: _verdict_line,
-    CheckpointEvent: _checkpoint_line,
-    RunFinished: _finish_line,
-    UpdateSkipped: lambda s: f"step {s.step}: update skipped ({s.reason.value})",
-    StateChanged: lambda s: f"step {s.step}: {s.state.value}: {s.reason}",
-    Note: lambda n: f"step {n.step}: {n.message}",
-    Hang: _hang_line,
-    PreflightDone: lambda p: f"step {p.step}: coverage {p.coverage.value}: {p.reason}",
-}
-
-
 def _log(record: Record) -> None:
     """Log what a person should read of a record; a finding as CRITICAL."""
-    if text := describe(record):
-        LOG.log(level_of(record), text)
+    if (line := line_of(record)) is not None:
+        LOG.log(level_of(record), str(line))
 
 
 def level_of(record: Record) -> int:

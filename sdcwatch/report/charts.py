@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdcwatch.core.grade import named_ranks
-from sdcwatch.core.outcomes import is_alarm
+from sdcwatch.core.outcomes import CHECKPOINTS, COLORS, Role, is_alarm
 from sdcwatch.core.records import (
+    Check,
     CheckpointEvent,
     CheckpointResult,
     Progress,
@@ -15,12 +16,13 @@ from sdcwatch.core.records import (
     RunStarted,
     Verdict,
 )
+from sdcwatch.core.text import CHECK_NAMES
 from sdcwatch.core.topology import RankInfo
-from sdcwatch.report.words import BLACK, BLUE, CHECKS, GREEN, GREY, MARKS, VERMILLION
+from sdcwatch.report.words import TEXT_COLOR, mark
 
 Figure = dict[str, Any]
 
-_FONT = {"family": "system-ui, sans-serif", "size": 13, "color": BLACK}
+_FONT = {"family": "system-ui, sans-serif", "size": 13, "color": TEXT_COLOR}
 _GRID = "#e5e7eb"
 
 
@@ -67,7 +69,11 @@ def loss_figure(records: Sequence[Record]) -> Figure:
                 "name": "loss" if number == 1 else f"loss, segment {number}",
                 "x": [s for s, _ in finite],
                 "y": [v for _, v in finite],
-                "line": {"color": BLUE, "width": 2, "dash": "solid" if number == 1 else "dot"},
+                "line": {
+                    "color": COLORS[Role.SOFTWARE],
+                    "width": 2,
+                    "dash": "solid" if number == 1 else "dot",
+                },
                 "hovertemplate": "step %{x}<br>loss %{y:.4f}<extra></extra>",
             }
         )
@@ -83,16 +89,16 @@ def _on_the_line(
     traces = []
     for record in segment:
         if isinstance(record, Verdict) and is_alarm(record):
-            mark = MARKS[record.outcome]
-            text = f"step {record.step} · check {CHECKS[record.check]}: {mark.word}"
-            style = {"symbol": mark.shape, "color": mark.colour, "size": 12}
-            traces.append(_marker(record.step, points, f"{mark.symbol} {mark.word}", style, text))
+            look = mark(record.outcome)
+            text = f"step {record.step} · {CHECK_NAMES[record.check]}: {look.word}"
+            style = {"symbol": look.shape, "color": look.color, "size": 12}
+            traces.append(_marker(record.step, points, f"{look.symbol} {look.word}", style, text))
         elif isinstance(record, CheckpointEvent):
             kept_back = record.result is CheckpointResult.WITHHELD
             word = f"checkpoint {record.result.value}"
-            colour = VERMILLION if kept_back else GREEN
+            color = COLORS[CHECKPOINTS[record.result].role]
             shape = "square-x-open" if kept_back else "square-open"
-            style = {"symbol": shape, "color": colour, "size": 10, "line": {"width": 2}}
+            style = {"symbol": shape, "color": color, "size": 10, "line": {"width": 2}}
             text = f"step {record.step} · {word} ({record.reason.value})"
             traces.append(_marker(record.step, points, word, style, text))
     return traces
@@ -152,7 +158,7 @@ def ranks_figure(records: Sequence[Record], ranks: Sequence[RankInfo]) -> Figure
         others = sorted(set(verdict.ranks) - named)
         traces += [_cell(verdict, rank, labels[rank], named=False) for rank in others]
     resumed = [r.step for r in records if isinstance(r, RunStarted) and r.step]
-    shapes = [_line_at(step, GREY, "dash") for step in resumed]
+    shapes = [_line_at(step, COLORS[Role.MUTED], "dash") for step in resumed]
     last = max((r.step for r in records), default=1)
     axes = {
         "xaxis": _axis("step", range=[0, last * 1.02]),
@@ -185,29 +191,29 @@ def _rows(labels: Sequence[str]) -> dict[str, Any]:
 
 
 def _cell(verdict: Verdict, rank: int, label: str, *, named: bool) -> dict[str, Any]:
-    mark = MARKS[verdict.outcome]
-    colour = mark.colour if named else GREY
-    shape = mark.shape if named else "circle-open"
+    look = mark(verdict.outcome)
+    color = look.color if named else COLORS[Role.MUTED]
+    shape = look.shape if named else "circle-open"
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": f"{mark.symbol} {mark.word}" if named else "○ saw it, not blamed",
+        "name": f"{look.symbol} {look.word}" if named else "○ saw it, not blamed",
         "x": [verdict.step],
         "y": [label],
         "marker": {
             "symbol": shape,
-            "color": colour,
+            "color": color,
             "size": 14,
-            "line": {"width": 2, "color": colour},
+            "line": {"width": 2, "color": color},
         },
         "hovertext": [
-            f"rank {rank}, step {verdict.step}<br>check {CHECKS[verdict.check]}: {mark.word}"
+            f"rank {rank}, step {verdict.step}<br>{CHECK_NAMES[verdict.check]}: {look.word}"
         ],
         "hoverinfo": "text",
     }
 
 
-def _line_at(step: int, colour: str, dash: str) -> dict[str, Any]:
+def _line_at(step: int, color: str, dash: str) -> dict[str, Any]:
     return {
         "type": "line",
         "xref": "x",
@@ -216,16 +222,19 @@ def _line_at(step: int, colour: str, dash: str) -> dict[str, Any]:
         "x1": step,
         "y0": 0,
         "y1": 1,
-        "line": {"color": colour, "width": 1, "dash": dash},
+        "line": {"color": color, "width": 1, "dash": dash},
     }
 
 
 def overhead_figure(seconds: Mapping[str, float], total: float) -> Figure:
     """Wall time of the guard by check, beside the rest of the steps."""
-    colours = {"nonfinite": "#56b4e9", "replay": "#e69f00", "fingerprint": "#009e73"}
-    names = {check.value: label for check, label in CHECKS.items()}
+    # Shades of one neutral hue: what a check costs is neither good nor bad.
+    shades = dict(
+        zip((check.value for check in Check), ("#9ca3af", "#6b7280", "#374151"), strict=True)
+    )
+    names = {check.value: name for check, name in CHECK_NAMES.items()}
     rest = max(0.0, total - sum(seconds.values()))
-    parts = [(f"check {names.get(c, c)}", s, colours.get(c, GREY)) for c, s in seconds.items()]
+    parts = [(names.get(c, c), s, shades.get(c, TEXT_COLOR)) for c, s in seconds.items()]
     traces = [
         {
             "type": "bar",
@@ -233,13 +242,13 @@ def overhead_figure(seconds: Mapping[str, float], total: float) -> Figure:
             "name": name,
             "x": [value],
             "y": ["steps"],
-            "marker": {"color": colour},
+            "marker": {"color": color},
             "text": [f"{value / total:.1%}" if total else ""],
             "textposition": "inside",
             "insidetextanchor": "middle",
             "hovertemplate": f"{name}: %{{x:.2f}} s<extra></extra>",
         }
-        for name, value, colour in [("training itself", rest, "#d1d5db"), *parts]
+        for name, value, color in [("training itself", rest, "#d1d5db"), *parts]
     ]
     layout = _layout(150, xaxis=_axis("seconds"), yaxis={"showticklabels": False})
     layout["barmode"] = "stack"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from sdcwatch.core.grade import Grade
 from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import (
     CheckpointEvent,
+    Closing,
     Hang,
     Note,
     PreflightDone,
@@ -23,6 +25,7 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.summary import RunSummary, fold
+from sdcwatch.core.suspects import SuspectDevice, suspect_devices
 from sdcwatch.report import words
 from sdcwatch.report.charts import Figure, loss_figure, overhead_figure, ranks_figure
 
@@ -58,6 +61,7 @@ class View:
     """Everything the template shows."""
 
     summary: RunSummary
+    devices: tuple[SuspectDevice, ...]
     start: RunStarted
     preflight: PreflightDone | None
     verdicts: tuple[Verdict, ...]
@@ -68,27 +72,35 @@ class View:
     grade: Grade | None
 
 
-def write_page(records: Sequence[Record], path: Path, grade: Grade | None = None) -> Path:
+def write_page(
+    records: Sequence[Record],
+    path: Path,
+    grade: Grade | None = None,
+    closings: Sequence[Closing] = (),
+) -> Path:
     """Write the page of a run.
 
     Args:
         records: All records of the run, ordered by time; at least one start record.
         path: Where the page goes; replaced as a whole, so that nobody reads half a page.
         grade: The grade against a fault plan, if there is one.
+        closings: What persons have closed.
 
     Raises:
         OSError: The page cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(render(records, grade), encoding="utf-8")
+    unfinished.write_text(render(records, grade, closings), encoding="utf-8")
     unfinished.replace(path)
     return path
 
 
-def render(records: Sequence[Record], grade: Grade | None = None) -> str:
+def render(
+    records: Sequence[Record], grade: Grade | None = None, closings: Sequence[Closing] = ()
+) -> str:
     """The page as text."""
-    view = view_of(records, grade)
+    view = view_of(records, grade, closings)
     figures = {
         "loss": loss_figure(records),
         "ranks": ranks_figure(records, view.start.ranks),
@@ -98,23 +110,28 @@ def render(records: Sequence[Record], grade: Grade | None = None) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(_resource("page.html.j2"))
-    symbol, colour = words.head(view.summary)
+    symbol, color = words.head(view.summary)
     return template.render(
         view=view,
         words=words,
+        sentences=words.sentences(view.summary, time.time()),
         symbol=symbol,
-        colour=colour,
+        color=color,
         style=_resource("style.css"),
         figures=_as_script(figures),
         plotly=get_plotlyjs(),
     )
 
 
-def view_of(records: Sequence[Record], grade: Grade | None = None) -> View:
+def view_of(
+    records: Sequence[Record], grade: Grade | None = None, closings: Sequence[Closing] = ()
+) -> View:
     """What the page shows, taken from the records."""
     preflights = [r for r in records if isinstance(r, PreflightDone)]
+    summary = fold(records, closings)
     return View(
-        summary=fold(records),
+        summary=summary,
+        devices=suspect_devices(summary),
         start=[r for r in records if isinstance(r, RunStarted)][-1],
         preflight=preflights[-1] if preflights else None,
         verdicts=tuple(r for r in records if isinstance(r, Verdict) and is_alarm(r)),

@@ -1,91 +1,80 @@
-"""How the report says things: the run in a sentence, evidence in a sentence, marks and colours.
+"""How the report says things: the run in a sentence, and marks for what happened.
 
-Colours are from the Okabe-Ito palette, which people with any colour vision can tell apart; a word
-and a shape always stand beside them.
+What an outcome means, its symbol and its color stand in `sdcwatch.core.outcomes`; here are only the
+shapes that charts draw and the sentences of the page.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from sdcwatch.core.grade import named_ranks
-from sdcwatch.core.records import Check, Outcome, Suspect, Verdict
+from sdcwatch.core.outcomes import COLORS, MEANINGS, WORDS, Role
+from sdcwatch.core.records import Outcome, RunWord, Verdict
 from sdcwatch.core.summary import RunSummary
+from sdcwatch.core.text import ACTIONS as ACTIONS
+from sdcwatch.core.text import CHECK_NAMES as CHECK_NAMES
+from sdcwatch.core.text import clock as clock
 from sdcwatch.core.text import count, list_ranks
+from sdcwatch.core.text import evidence as evidence
 
-BLACK = "#1b1f24"
-ORANGE = "#e69f00"
-SKY = "#56b4e9"
-GREEN = "#009e73"
-BLUE = "#0072b2"
-VERMILLION = "#d55e00"
-PURPLE = "#cc79a7"
-GREY = "#6b7280"
+VANISHED_SECONDS = 900.0
+"""A run that lives reports about once a second, and a liveness check after minutes at most."""
+TEXT_COLOR = "#1b1f24"
+_DARK_CAUTION = "#8a5a00"
+
+_SHAPES: dict[Outcome, str] = {
+    Outcome.PASS: "circle",
+    Outcome.SUSPECT: "x",
+    Outcome.REPRODUCIBLE: "circle-open",
+    Outcome.UNATTRIBUTED: "square",
+    Outcome.INCONCLUSIVE: "square-open",
+    Outcome.NOT_REPRODUCED: "triangle-up",
+    Outcome.NONDETERMINISTIC: "diamond",
+    Outcome.WIDESPREAD: "hexagon",
+    Outcome.TRANSPORT: "triangle-down",
+    Outcome.NOT_REDUCED: "star",
+    Outcome.DIFFERS: "star-open",
+    Outcome.VOID: "line-ew",
+    Outcome.NOT_RUN: "line-ns",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How an outcome looks.
+    """How an outcome looks on the page.
 
     Attributes:
         word: The word for it.
         symbol: A character beside the word.
-        colour: Its colour.
+        color: Its color.
+        ink: The color for text: that of caution is too light to read on white.
         shape: Its plotly marker.
     """
 
     word: str
     symbol: str
-    colour: str
+    color: str
+    ink: str
     shape: str
 
-    @property
-    def ink(self) -> str:
-        """The colour for text: orange is too light to read on white."""
-        return "#8a5a00" if self.colour == ORANGE else self.colour
 
-
-CHECKS: dict[Check, str] = {
-    Check.NONFINITE: "1 · non-finite",
-    Check.REPLAY: "2 · replay audit",
-    Check.FINGERPRINT: "3 · weight fingerprint",
-}
-
-MARKS: dict[Outcome, Mark] = {
-    Outcome.PASS: Mark("pass", "✓", GREEN, "circle"),
-    Outcome.SUSPECT: Mark("suspect", "✗", VERMILLION, "x"),
-    Outcome.REPRODUCIBLE: Mark("reproducible", "○", BLUE, "circle-open"),
-    Outcome.UNATTRIBUTED: Mark("unattributed", "?", PURPLE, "square"),
-    Outcome.INCONCLUSIVE: Mark("inconclusive", "?", PURPLE, "square-open"),
-    Outcome.NOT_REPRODUCED: Mark("not reproduced", "△", ORANGE, "triangle-up"),
-    Outcome.NONDETERMINISTIC: Mark("nondeterministic", "≈", ORANGE, "diamond"),
-    Outcome.WIDESPREAD: Mark("widespread", "?", PURPLE, "hexagon"),
-    Outcome.TRANSPORT: Mark("transport", "△", ORANGE, "triangle-down"),
-    Outcome.NOT_REDUCED: Mark("not reduced", "!", PURPLE, "star"),
-    Outcome.DIFFERS: Mark("differs", "≠", PURPLE, "star-open"),
-    Outcome.VOID: Mark("void", "–", GREY, "line-ew"),
-    Outcome.NOT_RUN: Mark("not run", "–", GREY, "line-ns"),
-}
-
-_HEADS: dict[str, tuple[str, str]] = {
-    "clean": ("✓", GREEN),
-    "warning": ("△", ORANGE),
-    "nondeterministic": ("≈", ORANGE),
-    "unattributed": ("?", PURPLE),
-    "suspect": ("✗", VERMILLION),
-    "tainted": ("✗", VERMILLION),
-    "not checked": ("–", GREY),
-}
+def mark(outcome: Outcome) -> Mark:
+    """How an outcome looks."""
+    meaning = MEANINGS[outcome]
+    color = COLORS[meaning.role]
+    ink = _DARK_CAUTION if meaning.role is Role.CAUTION else color
+    return Mark(meaning.label, meaning.symbol, color, ink, _SHAPES[outcome])
 
 
 def head(summary: RunSummary) -> tuple[str, str]:
-    """Symbol and colour of a run's one word."""
-    return _HEADS[summary.verdict]
+    """Symbol and color of a run's one word."""
+    look = WORDS[summary.verdict]
+    return look.symbol, COLORS[look.role]
 
 
-def sentences(summary: RunSummary) -> list[str]:
-    """The run in plain words, the most important thing first."""
+def sentences(summary: RunSummary, now: float) -> list[str]:
+    """The run in plain words at a unix time, the most important thing first."""
     said = [_finding(summary)]
     if summary.strikes:
         struck = list_ranks(s.rank for s in summary.strikes).capitalize()
@@ -94,11 +83,15 @@ def sentences(summary: RunSummary) -> list[str]:
     if skipped:
         said.append(f"{count(skipped, 'update')} did not happen, on any rank.")
     said.append(_checkpoint(summary))
+    if summary.closed_suspects:
+        said.append(_closed(summary))
     if summary.segments > 1:
         again = "once" if summary.segments == 2 else f"{summary.segments - 1} times"
         said.append(f"The run was resumed {again}.")
+    if vanished := summary.vanished_segments:
+        said.append(f"{count(vanished, 'earlier segment').capitalize()} vanished without an end.")
     if not summary.finished:
-        said.append("It has not said that it ended: it is still running, or it was killed.")
+        said.append(_unfinished(summary, now))
     elif summary.exit_code:
         said.append(f"It ended with exit code {summary.exit_code}.")
     return said
@@ -107,16 +100,38 @@ def sentences(summary: RunSummary) -> list[str]:
 def _finding(summary: RunSummary) -> str:
     reason = f": {summary.reason}." if summary.reason else "."
     match summary.verdict:
-        case "clean":
+        case RunWord.CLEAN:
             return f"No corruption was found{reason}"
-        case "not checked":
+        case RunWord.PARTLY_CHECKED:
+            return f"No corruption was found in what could be compared{reason}"
+        case RunWord.NOT_CHECKED:
             return f"Nobody can say whether this run is clean{reason}"
-        case "suspect":
+        case RunWord.SUSPECT:
             return f"Corruption was found, and it points to hardware{reason}"
-        case "tainted":
+        case RunWord.TAINTED:
             return f"The weights of this run cannot be trusted any more{reason}"
         case _:
             return f"Something is wrong{reason}"
+
+
+def _closed(summary: RunSummary) -> str:
+    devices = dict.fromkeys(s.gpu for s in summary.closed_suspects)
+    because = {c.gpu: c for c in summary.closings}
+    said = [
+        f"{gpu} was closed by {because[gpu].by or 'somebody'}: {because[gpu].reason}"
+        for gpu in devices
+    ]
+    return sentence("; ".join(said))
+
+
+def _unfinished(summary: RunSummary, now: float) -> str:
+    silent = now - summary.last_time
+    if silent > VANISHED_SECONDS:
+        return (
+            f"It vanished: its last record is of {clock(summary.last_time)}, and it never said "
+            "that it ended."
+        )
+    return "It has not said that it ended: it is still running, or it was killed."
 
 
 def _checkpoint(summary: RunSummary) -> str:
@@ -124,32 +139,10 @@ def _checkpoint(summary: RunSummary) -> str:
     kept_back = f" {count(withheld, 'checkpoint')} withheld." if withheld else ""
     if not summary.last_good_checkpoint_step:
         return "There is no checkpoint that passed the checks." + kept_back
-    return (
-        f"The last good checkpoint is that of step {summary.last_good_checkpoint_step}." + kept_back
-    )
-
-
-def evidence(suspect: Suspect) -> str:
-    """What supports naming this rank, in a sentence or two."""
-    if suspect.check is Check.REPLAY:
-        said = f"Wrong in {suspect.mismatches} of {count(suspect.comparisons, 'comparison')}"
-        if suspect.partners:
-            said += f" with {list_ranks(suspect.partners)}"
-        if suspect.arbiters:
-            said += f", settled by {list_ranks(suspect.arbiters)}"
-        return said + "." + _again(suspect)
-    if suspect.check is Check.FINGERPRINT:
-        dissent = count(suspect.mismatches, "tensor")
-        return f"{dissent} of {suspect.comparisons} differ from the majority."
-    return "Non-finite there, and finite when another node computed it."
-
-
-def _again(suspect: Suspect) -> str:
-    if suspect.reproduced is None:
-        return ""
-    if suspect.reproduced:
-        return " Wrong every time it was asked again."
-    return " Right when it was asked again."
+    path = summary.last_good_checkpoint_path
+    where = f" ({path})" if path else ""
+    step = summary.last_good_checkpoint_step
+    return f"The last good checkpoint is that of step {step}{where}." + kept_back
 
 
 def who(verdict: Verdict) -> str:
@@ -157,11 +150,6 @@ def who(verdict: Verdict) -> str:
     if named := named_ranks(verdict):
         return list_ranks(named)
     return f"nobody named ({list_ranks(verdict.ranks)} saw it)" if verdict.ranks else "nobody named"
-
-
-def clock(seconds: float) -> str:
-    """A unix time for a person, in UTC."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds else "never"
 
 
 def duration(seconds: float) -> str:

@@ -156,7 +156,8 @@ class _Builder:
 
     def add_otel(self) -> None:
         """Metrics: through the application's provider, or through one of our own."""
-        from sdcwatch.sinks.otel import OtelSink, application_provider
+        from sdcwatch.sinks.otel import OtelSink
+        from sdcwatch.sinks.otel_internals import application_provider
 
         if self._environment.otel_disabled:
             self.lines.append("OTEL_SDK_DISABLED is true: no metrics.")
@@ -182,7 +183,8 @@ class _Builder:
 
     def add_logs(self) -> None:
         """Log records: through the application's provider, or pushed next to the metrics."""
-        from sdcwatch.sinks.otel_logs import OtelLogSink, application_logger_provider
+        from sdcwatch.sinks.otel_internals import application_logger_provider
+        from sdcwatch.sinks.otel_logs import OtelLogSink
 
         if self._environment.otel_disabled:
             return
@@ -218,6 +220,7 @@ class _Builder:
             attempt=self._environment.restart_count,
             node=node,
             version=self._start.version,
+            run_id=self._start.run_id,
         )
 
     def _listen(self) -> tuple[str, int] | None:

@@ -76,14 +76,24 @@ class MetricsEndpoint:
         """Where a person can look."""
         return f"http://{self.target}/metrics"
 
-    def announce(self, directory: Path, rank: int) -> Path:
-        """Write a file_sd entry; it appears whole or not at all, and `close` removes it."""
+    @property
+    def _announcement(self) -> str:
+        return json.dumps([{"targets": [self.target], "labels": {}}])
+
+    def announce(self, directory: Path, name: str) -> Path:
+        """Write a file_sd entry; it appears whole or not at all, and `close` removes it.
+
+        Args:
+            directory: Where Prometheus looks; made if needed.
+            name: Tells this run and process from all others that share the directory. A later
+                segment of the run on this host takes the place of one that was killed.
+        """
         directory.mkdir(parents=True, exist_ok=True)
-        entry = directory / f"{socket.gethostname()}-{rank}.json"
+        entry = directory / f"{socket.gethostname()}-{name}.json"
         handle, name = tempfile.mkstemp(dir=directory, prefix=".", suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump([{"targets": [self.target], "labels": {}}], file)
+                file.write(self._announcement)
             Path(name).chmod(0o644)  # Prometheus runs as another user
             Path(name).replace(entry)
         except OSError:
@@ -93,11 +103,12 @@ class MetricsEndpoint:
         return entry
 
     def close(self) -> None:
-        """Stop serving and remove the file_sd entry."""
+        """Stop serving and remove the file_sd entry, unless another process has replaced it."""
         entry, self._entry = self._entry, None
         if entry is not None:
             with contextlib.suppress(OSError):
-                entry.unlink(missing_ok=True)
+                if entry.read_text(encoding="utf-8") == self._announcement:
+                    entry.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(1.0)

@@ -12,7 +12,7 @@ they are equal over pull, over push and through an application's provider. ``ran
 
 from __future__ import annotations
 
-import fnmatch
+import hashlib
 import os
 import socket
 import threading
@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import Observation
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from prometheus_client import CollectorRegistry
 
@@ -34,6 +33,7 @@ from sdcwatch.core.catalog import CATALOG, Metric
 from sdcwatch.sinks.base import SinkCounts, SummarySink
 from sdcwatch.sinks.endpoint import MetricsEndpoint
 from sdcwatch.sinks.metrics import Measurement, RecordMetrics
+from sdcwatch.sinks.otel_internals import breaks_every_scrape, observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +58,7 @@ class Identity:
         attempt: How often the launcher restarted the group.
         node: Its node.
         version: Version of sdcwatch.
+        run_id: Tells runs of one name apart; "" where it is not known.
     """
 
     run: str
@@ -65,11 +66,18 @@ class Identity:
     attempt: int
     node: str
     version: str
+    run_id: str = ""
 
     @property
     def labels(self) -> dict[str, str]:
         """What every measurement carries."""
         return {"run": self.run, "exporter_rank": str(self.rank)}
+
+    @property
+    def file_name(self) -> str:
+        """A name for a file of this run and process among those of other runs."""
+        key = hashlib.sha256(f"{self.run}/{self.run_id}".encode()).hexdigest()[:8]
+        return f"{key}-{self.rank}"
 
     def resource(self) -> Resource:
         """The resource: ours, then what the standard variables say, then who is who."""
@@ -81,7 +89,7 @@ class Identity:
         }
         who: dict[str, str | int] = {
             **self.labels,
-            "sdcwatch.run.id": self.run,
+            "sdcwatch.run.id": self.run_id or self.run,
             "sdcwatch.rank": self.rank,
             "sdcwatch.node": self.node,
         }
@@ -99,13 +107,6 @@ class _Parts:
     push: OtlpReader | None = None
     endpoint: MetricsEndpoint | None = None
     lines: list[str] = field(default_factory=list)
-
-
-def application_provider() -> metrics.MeterProvider | None:
-    """The meter provider that the application has set, or None."""
-    provider = metrics.get_meter_provider()
-    # Until one is set, the API returns its proxy, which has no public name.
-    return None if type(provider).__name__ == "_ProxyMeterProvider" else provider
 
 
 class OtelSink(SummarySink):
@@ -127,11 +128,7 @@ class OtelSink(SummarySink):
         self._metrics = RecordMetrics(links)
         self._infos: Mapping[str, Sequence[Measurement]] = {}
         self._apply = {m.name: _instrument(meter, m) for m in CATALOG if not m.info}
-        for metric in (m for m in CATALOG if m.info):
-            # Observed and not set: a series that is not observed any more is gone.
-            meter.create_observable_gauge(
-                metric.name, [self._observer(metric)], metric.unit, metric.help
-            )
+        self._ended = observe(meter, [m for m in CATALOG if m.info], self._observed)
         self._parts: _Parts | None = None
         self._linger_seconds = 0.0
         self._hurry = threading.Event()
@@ -160,7 +157,7 @@ class OtelSink(SummarySink):
         identity: Identity,
         *,
         listen: tuple[str, int] | None,
-        file_sd_dir: Path | None = None,
+        file_sd_dir: Path | str | None = None,
         otlp: bool = False,
         linger_seconds: float = 0.0,
         links: Mapping[str, str] | None = None,
@@ -205,6 +202,7 @@ class OtelSink(SummarySink):
         """Push what is left, keep the endpoint for a last scrape, let go."""
         deadline = time.monotonic() + timeout_seconds
         self._count_sinks()
+        self._ended()
         parts, self._parts = self._parts, None
         if parts is None:
             return
@@ -229,14 +227,11 @@ class OtelSink(SummarySink):
     def _record(self, m: Measurement) -> None:
         self._apply[m.metric.name](m.value, {**m.attributes, **self._identity.labels})
 
-    def _observer(self, metric: Metric) -> Callable[[CallbackOptions], list[Observation]]:
-        def observe(options: CallbackOptions) -> list[Observation]:
-            return [
-                Observation(m.value, {**m.attributes, **self._identity.labels})
-                for m in self._infos.get(metric.name, ())
-            ]
-
-        return observe
+    def _observed(self, name: str) -> list[Observation]:
+        return [
+            Observation(m.value, {**m.attributes, **self._identity.labels})
+            for m in self._infos.get(name, ())
+        ]
 
     def _count_sinks(self) -> None:
         for counts in self._counts():
@@ -272,7 +267,7 @@ def _instrument(meter: Meter, metric: Metric) -> Callable[[float, dict[str, str]
 
 
 def _own_provider(
-    identity: Identity, listen: tuple[str, int] | None, file_sd_dir: Path | None, otlp: bool
+    identity: Identity, listen: tuple[str, int] | None, file_sd_dir: Path | str | None, otlp: bool
 ) -> _Parts:
     lines: list[str] = []
     registry = CollectorRegistry()
@@ -285,7 +280,7 @@ def _own_provider(
     provider = MeterProvider(readers, identity.resource(), shutdown_on_exit=False)
     endpoint = None
     if listen is not None:
-        endpoint, said = _serve(registry, listen, file_sd_dir, identity.rank)
+        endpoint, said = _serve(registry, listen, file_sd_dir, identity.file_name)
         lines[:0] = said
     return _Parts(provider, pull, push, endpoint, lines)
 
@@ -306,7 +301,7 @@ def _push(lines: list[str]) -> OtlpReader | None:
 
 
 def _serve(
-    registry: CollectorRegistry, listen: tuple[str, int], file_sd_dir: Path | None, rank: int
+    registry: CollectorRegistry, listen: tuple[str, int], file_sd_dir: Path | str | None, name: str
 ) -> tuple[MetricsEndpoint | None, list[str]]:
     host, port = listen
     try:
@@ -318,7 +313,7 @@ def _serve(
         lines[0] = f"Warning: port {port} is taken; metrics are served at {endpoint.url} instead."
     if file_sd_dir is not None:
         try:
-            entry = endpoint.announce(file_sd_dir, rank)
+            entry = endpoint.announce(Path(file_sd_dir), name)
             lines.append(f"Prometheus finds the endpoint through {entry}.")
         except OSError as error:
             lines.append(f"Warning: no file_sd entry in {file_sd_dir}: {error.strerror}.")
@@ -327,21 +322,10 @@ def _serve(
 
 def _warn_of_views(provider: metrics.MeterProvider) -> tuple[str, ...]:
     """Say so when the application's own views and reader cannot serve a histogram together."""
-    views = getattr(getattr(provider, "_sdk_config", None), "views", ())
-    readers = getattr(provider, "_metric_readers", ())
-    histograms = [metric.name for metric in CATALOG if metric.kind == "histogram"]
-    exponential = any(
-        isinstance(getattr(view, "_aggregation", None), ExponentialBucketHistogramAggregation)
-        and fnmatch.filter(histograms, getattr(view, "_instrument_name", None) or "*")
-        for view in views
-    )
-    if exponential and any(isinstance(reader, PrometheusMetricReader) for reader in readers):
+    if breaks_every_scrape(provider, [m.name for m in CATALOG if m.kind == "histogram"]):
         return (
             "Warning: the application has a view with exponential histograms, which its Prometheus "
             "reader cannot serve: every scrape fails. Give that view an instrument name, or use "
             "OTLP.",
         )
     return ()
-
-
-__all__ = ["Identity", "OtelSink", "application_provider"]

@@ -1,7 +1,7 @@
 """Non-pass verdicts as OpenTelemetry log records. Experimental: the logs API is still private.
 
-A log record carries what a metric must not: tensor names, steps, the sentence for a person. Only
-this module imports `opentelemetry._logs`. The application's logger provider is used if it has set
+A log record carries what a metric must not: tensor names, steps, the sentence for a person. The
+application's logger provider is used if it has set
 one; else one of our own pushes over OTLP/HTTP, as the standard variables say.
 """
 
@@ -10,19 +10,22 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry._logs import SeverityNumber, get_logger_provider
-from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
-from opentelemetry.sdk._logs import LoggerProvider
-from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExportResult
-
 from sdcwatch.core.records import Outcome, Record, Verdict, encode
 from sdcwatch.sinks.base import BaseSink, SinkCounts, public_url
+from sdcwatch.sinks.otel_internals import (
+    ApiLoggerProvider,
+    BatchLogRecordProcessor,
+    LoggerProvider,
+    LogRecordExportResult,
+    OTLPLogExporter,
+    ReadableLogRecord,
+    SeverityNumber,
+    endpoint_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from opentelemetry._logs import LoggerProvider as ApiLoggerProvider
-    from opentelemetry.sdk._logs import ReadableLogRecord
     from opentelemetry.sdk.resources import Resource
 
 EVENT_NAME = "sdcwatch.verdict"
@@ -44,12 +47,6 @@ class _OwnProcessExporter(OTLPLogExporter):
         if result is not LogRecordExportResult.SUCCESS:
             self.counts.dropped["error"] += len(batch)
         return result
-
-
-def application_logger_provider() -> ApiLoggerProvider | None:
-    """The logger provider that the application has set, or None."""
-    provider = get_logger_provider()
-    return None if type(provider).__name__ == "ProxyLoggerProvider" else provider
 
 
 class OtelLogSink(BaseSink):
@@ -80,7 +77,7 @@ class OtelLogSink(BaseSink):
         provider = LoggerProvider(resource, shutdown_on_exit=False)
         exporter = _OwnProcessExporter()
         provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
-        line = f"Verdicts are pushed as log records to {public_url(exporter._endpoint)}."
+        line = f"Verdicts are pushed as log records to {public_url(endpoint_of(exporter))}."
         sink = cls(provider, labels, version, (line,))
         sink._own, sink._exporter = provider, exporter
         return sink

@@ -10,13 +10,10 @@ import os
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-from opentelemetry.sdk.metrics.export import (
-    MetricExportResult,
-    MetricsData,
-    PeriodicExportingMetricReader,
-)
+from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData
 
 from sdcwatch.sinks.base import SinkCounts, public_url
+from sdcwatch.sinks.otel_internals import StaysDeadInChild, endpoint_of
 
 
 class _OwnProcessExporter(OTLPMetricExporter):
@@ -45,11 +42,8 @@ class _OwnProcessExporter(OTLPMetricExporter):
         return result
 
 
-class OtlpReader(PeriodicExportingMetricReader):
-    """A periodic reader that stays dead in a forked child.
-
-    The SDK's starts a new thread there, which blocks for ever on a lock that was held by an export
-    during the fork.
+class OtlpReader(StaysDeadInChild):
+    """Pushes at an interval, and once more at the end.
 
     Attributes:
         where: Where it pushes, fit for a console.
@@ -57,7 +51,7 @@ class OtlpReader(PeriodicExportingMetricReader):
 
     def __init__(self) -> None:
         self._own_exporter = _OwnProcessExporter()
-        self.where = public_url(self._own_exporter._endpoint)
+        self.where = public_url(endpoint_of(self._own_exporter))
         super().__init__(self._own_exporter)
 
     def attach(self, counts: SinkCounts) -> None:
@@ -69,6 +63,3 @@ class OtlpReader(PeriodicExportingMetricReader):
         super().shutdown(timeout_millis, **kwargs)
         if self._own_exporter.busy:
             self._own_exporter.counts.dropped["timeout"] += 1
-
-    def _at_fork_reinit(self) -> None:
-        """Start nothing."""

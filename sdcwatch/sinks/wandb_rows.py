@@ -10,9 +10,10 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from sdcwatch.core.outcomes import is_alarm
+from sdcwatch.core.outcomes import MEANINGS, is_alarm
 from sdcwatch.core.records import Check, Outcome, Verdict
 from sdcwatch.core.summary import RunSummary
+from sdcwatch.core.text import evidence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -93,7 +94,7 @@ def event_row(verdict: Verdict) -> list[Cell]:
         _words(s.node for s in who),
         _words(s.gpu for s in who),
         _words(s.instance_id for s in who),
-        "; ".join(f"rank {s.rank}: {s.mismatches} of {s.comparisons}" for s in who),
+        "; ".join(f"rank {s.rank}: {evidence(s)}" for s in who),
         verdict.origin.value,
         verdict.cause.value,
         verdict.operator,
@@ -126,7 +127,7 @@ def alert_title(verdict: Verdict) -> str:
     ranks = [s.rank for s in verdict.suspects]
     where = f"step {verdict.step}"
     who = f", rank {_words(ranks)}" if ranks else ""
-    head = f"SDC {verdict.check.value} {verdict.outcome.value.replace('_', ' ')}"
+    head = f"SDC {verdict.check.value} {MEANINGS[verdict.outcome].label}"
     room = TITLE_LENGTH - len(head) - len(where) - 2
     if len(who) > room:
         who = f", {len(ranks)} ranks"
@@ -137,10 +138,11 @@ def alert_text(verdict: Verdict, dashboard: str = "") -> str:
     """What the alert says: the sentence of the verdict, who, and where to look."""
     lines = [verdict.reason]
     lines += [
-        f"rank {s.rank} on {s.node}, GPU {s.gpu}, instance {s.instance_id}: "
-        f"wrong in {s.mismatches} of {s.comparisons}"
+        f"rank {s.rank} on {s.node}, GPU {s.gpu}, instance {s.instance_id}: {evidence(s)}"
         for s in verdict.suspects
     ]
+    if verdict.operator:
+        lines.append(f"in {verdict.operator}")
     if dashboard:
         lines.append(dashboard)
     return "\n".join(lines)
@@ -148,13 +150,15 @@ def alert_text(verdict: Verdict, dashboard: str = "") -> str:
 
 def summary_values(summary: RunSummary, dashboard: str = "") -> dict[str, Cell]:
     """The summary of the run: is it clean, which GPU is bad, what did it cost, what to keep."""
-    suspects = {s.rank: s for s in summary.suspects}
+    suspects = {s.device: s for s in summary.suspects}
     values: dict[str, Cell] = {
         "verdict": summary.verdict.value,
         "reason": summary.reason,
         "state": summary.state.value if summary.state else "",
         "mode": summary.mode,
         "coverage": summary.coverage.value if summary.coverage else "off",
+        "segments": summary.segments,
+        "run_id": summary.run_id,
         "steps": summary.steps,
         "audits": summary.audits,
         "clean_audits": summary.clean_audits,
@@ -165,7 +169,7 @@ def summary_values(summary: RunSummary, dashboard: str = "") -> dict[str, Cell]:
         "alarms": summary.alarms,
         "first_alarm_step": summary.first_alarm_step,
         "suspects": "; ".join(_identity(s) for s in suspects.values()),
-        "suspect_ranks": _words(suspects),
+        "suspect_ranks": _words(s.rank for s in suspects.values()),
         "suspect_nodes": _words(s.node for s in suspects.values()),
         "suspect_gpus": _words(s.gpu for s in suspects.values()),
         "suspect_instances": _words(s.instance_id for s in suspects.values()),
@@ -173,7 +177,10 @@ def summary_values(summary: RunSummary, dashboard: str = "") -> dict[str, Cell]:
         "checkpoints_saved": summary.checkpoints.get("saved", 0),
         "checkpoints_provisional": summary.checkpoints.get("provisional", 0),
         "checkpoints_withheld": summary.checkpoints.get("withheld", 0),
+        "suspect_operators": _words(s.operator for s in suspects.values() if s.operator),
+        "closed_suspects": "; ".join(dict.fromkeys(s.gpu for s in summary.closed_suspects)),
         "last_good_checkpoint_step": summary.last_good_checkpoint_step,
+        "last_good_checkpoint_path": summary.last_good_checkpoint_path,
         "last_clean_audit_step": summary.last_clean_audit_step,
         "steps_at_risk": summary.steps_at_risk,
         "overhead_seconds": sum(summary.overhead_seconds.values()),

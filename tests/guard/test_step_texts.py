@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sdcwatch.core.records import Check, Outcome, Suspect, Verdict
+from sdcwatch.core.text import line_of
 from sdcwatch.core.topology import Topology
-from sdcwatch.guard.reporter import Reporter, VerdictBuilder, describe
+from sdcwatch.guard.reporter import Reporter, VerdictBuilder
 from sdcwatch.sinks.dispatch import Dispatcher
 
 
@@ -25,7 +26,8 @@ def suspect_verdict() -> Verdict:
 
 
 def test_the_line_of_a_verdict_says_where_the_suspect_is() -> None:
-    assert "replay suspect rank 1 on n0 (GPU-7): it was wrong" in describe(suspect_verdict())
+    said = "step 2: check 2 replay: SUSPECT rank 1 on n0 (GPU-7): it was wrong"
+    assert str(line_of(suspect_verdict())) == said
 
 
 def test_a_run_in_which_something_was_found_does_not_end_looking_healthy(

@@ -72,9 +72,9 @@ def test_it_binds_ipv6_loopback_where_there_is_one(registry, scrape):
 def test_the_file_sd_entry_appears_whole_and_goes_with_the_endpoint(registry, tmp_path):
     endpoint = MetricsEndpoint(registry, "127.0.0.1", 0)
 
-    entry = endpoint.announce(tmp_path / "sd", rank=3)
+    entry = endpoint.announce(tmp_path / "sd", "3f-0")
 
-    assert entry.name == f"{socket.gethostname()}-3.json"
+    assert entry.name == f"{socket.gethostname()}-3f-0.json"
     assert json.loads(entry.read_text()) == [
         {"targets": [f"127.0.0.1:{endpoint.port}"], "labels": {}}
     ]

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from sdcwatch.core.catalog import BY_NAME, BY_PROMETHEUS, CATALOG, RESOURCE_LABELS
 from sdcwatch.core.records import Check, Note, Outcome, Verdict
-from sdcwatch.sinks import otel
+from sdcwatch.sinks import otel_internals
 from sdcwatch.sinks.otel import Identity, OtelSink
 
 IDENTITY = Identity(run="run-7", rank=0, attempt=0, node="node-0", version="0.1.0")
@@ -28,7 +28,7 @@ def application(monkeypatch):
     """Makes a provider that stands for one the application has set."""
 
     def use(provider):
-        monkeypatch.setattr(otel, "application_provider", lambda: provider)
+        monkeypatch.setattr(otel_internals, "application_provider", lambda: provider)
         return provider
 
     return use
@@ -293,7 +293,7 @@ def test_no_provider_is_ever_set_globally(sinks, feed, faulty_run):
     dispatcher, _ = sinks(faulty_run[0])
     feed(dispatcher, faulty_run)
 
-    assert otel.application_provider() is None
+    assert otel_internals.application_provider() is None
     assert type(metrics.get_meter_provider()).__name__ == "_ProxyMeterProvider"
     assert b"sdcwatch" not in generate_latest(REGISTRY)
 
@@ -302,7 +302,7 @@ def test_a_provider_that_the_application_has_set_is_found():
     code = (
         "from opentelemetry import metrics\n"
         "from opentelemetry.sdk.metrics import MeterProvider\n"
-        "from sdcwatch.sinks.otel import application_provider\n"
+        "from sdcwatch.sinks.otel_internals import application_provider\n"
         "assert application_provider() is None\n"
         "mine = MeterProvider()\n"
         "metrics.set_meter_provider(mine)\n"

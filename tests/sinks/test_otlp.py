@@ -219,7 +219,13 @@ def test_four_forked_workers_count_one_event_once(
 
     assert {r["process.pid"] for r in collector.resources()} == {os.getpid()}
     assert len({r["service.instance.id"] for r in collector.resources()}) == 1
-    key = ("sdcwatch_verdicts_total", "check=replay", "exporter_rank=0", "outcome=suspect")
+    key = (
+        "sdcwatch_verdicts_total",
+        "cause=none",
+        "check=replay",
+        "exporter_rank=0",
+        "outcome=suspect",
+    )
     assert collector.last()[(*key, "run=run-7")] == 1
 
 
@@ -369,12 +375,12 @@ def test_log_records_go_through_the_provider_of_the_application(
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 
-    from sdcwatch.sinks import otel_logs
+    from sdcwatch.sinks import otel_internals
 
     exporter = InMemoryLogRecordExporter()
     provider = LoggerProvider(shutdown_on_exit=False)
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-    monkeypatch.setattr(otel_logs, "application_logger_provider", lambda: provider)
+    monkeypatch.setattr(otel_internals, "application_logger_provider", lambda: provider)
     dispatcher, _ = sinks(faulty_run[0])
     feed(dispatcher, faulty_run)
     dispatcher.close()
@@ -444,4 +450,4 @@ def test_only_one_module_imports_the_private_logs_api():
     root = Path(sdcwatch.__file__).parent
     users = [p.name for p in root.rglob("*.py") if "opentelemetry._logs" in p.read_text()]
 
-    assert users == ["otel_logs.py"]
+    assert users == ["otel_internals.py"]
