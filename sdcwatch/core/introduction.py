@@ -27,6 +27,7 @@ class Introduction:
     Attributes:
         info: Who and where it is.
         run: What it would call the run; the name of rank 0 counts.
+        run_id: What tells it from another run of that name; that of rank 0 counts.
         options: Options that decide when ranks meet, those that are not the default, as text.
         schema: Digest of the model's schema; see `schema_digest`.
     """
@@ -35,6 +36,7 @@ class Introduction:
     run: str
     options: Mapping[str, str]
     schema: str
+    run_id: str = ""
 
     def encode(self) -> bytes:
         """As it travels."""

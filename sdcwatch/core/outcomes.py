@@ -125,6 +125,11 @@ def is_alarm(verdict: Verdict) -> bool:
     return alarm_word(verdict) is not None
 
 
+def is_grave(verdict: Verdict) -> bool:
+    """Whether it is an error and not a warning: a check failed, or somebody is named."""
+    return verdict.failed or bool(verdict.suspects)
+
+
 def alarm_word(verdict: Verdict) -> RunWord | None:
     """The word that this verdict gives the run; None if it gives none."""
     return None if verdict.cause is Cause.SCALING else MEANINGS[verdict.outcome].alarm

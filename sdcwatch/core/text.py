@@ -158,7 +158,9 @@ def _verdict_line(verdict: Verdict) -> Line | None:
 
 
 def _device(suspect: Suspect) -> str:
-    return "" if suspect.gpu.startswith(_SIMULATED) else f" ({suspect.gpu})"
+    # Of a rank without a GPU of its own the name says nothing that the rank does not.
+    plain = suspect.gpu.startswith((_SIMULATED, f"{suspect.node}/"))
+    return "" if plain else f" ({suspect.gpu})"
 
 
 def _hang_line(hang: Hang) -> Line:

@@ -50,6 +50,7 @@ from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Recorder
 from sdcwatch.sinks.base import Sink
 from sdcwatch.sinks.build import build_sinks
+from sdcwatch.sinks.jsonl import run_id_of
 from sdcwatch.sinks.wandb import active_run_id
 
 POLLS_PER_DEADLINE = 10
@@ -61,12 +62,14 @@ class Meeting:
 
     Attributes:
         run: Name of the run.
+        run_id: The same in every segment of it, another in a run of the same name.
         topology: Who is where.
         audits_off: Why there will be no audits, or "".
         notes: What a person should know from the start.
     """
 
     run: str
+    run_id: str
     topology: Topology
     audits_off: str
     notes: tuple[str, ...]
@@ -130,11 +133,14 @@ def meet(exchange: Exchange, config: GuardConfig, guarded: Guarded) -> Meeting:
     """
     schema = schema_of(guarded.replicated(buffers=config.buffers))
     environment = launcher_environment()
+    run = run_name(config, environment)
     own = Introduction(
         info=own_identity(exchange.rank, config, environment, guarded.device),
-        run=run_name(config, environment),
+        run=run,
         options=_shared_options(config),
         schema=schema_digest(schema),
+        # Only rank 0 is sure to see the log of earlier segments.
+        run_id=run_id_of(run_dir_of(config, run)) if exchange.rank == 0 else "",
     )
     ranks = [Introduction.decode(r) for r in exchange.gather(own.encode(), "sdcwatch.init")]
     require_same_options(ranks)
@@ -149,7 +155,7 @@ def meet(exchange: Exchange, config: GuardConfig, guarded: Guarded) -> Meeting:
     off = why_audits_are_off(config, topology)
     unguarded = why_partly_guarded(guarded.module, guarded.optimizer)
     notes = tuple(n for n in (note if not off else "", off, unguarded) if n)
-    return Meeting(ranks[0].run, topology, off, notes)
+    return Meeting(ranks[0].run, ranks[0].run_id, topology, off, notes)
 
 
 def _report(
@@ -162,7 +168,7 @@ def _report(
     """Open the event log and the sinks, and give out the start record."""
     environment = launcher_environment()
     run_dir = make_run_dir(config, meeting.run)
-    start = _start_record(config, guarded, meeting)
+    start = _start_record(config, guarded, meeting, run_dir)
     dispatcher, lines = build_sinks(
         config.telemetry,
         start,
@@ -298,7 +304,9 @@ def why_audits_are_off(config: GuardConfig, topology: Topology) -> str:
     raise ConfigurationError(msg)
 
 
-def _start_record(config: GuardConfig, guarded: Guarded, meeting: Meeting) -> RunStarted:
+def _start_record(
+    config: GuardConfig, guarded: Guarded, meeting: Meeting, run_dir: Path
+) -> RunStarted:
     return RunStarted(
         step=config.start_step,
         time=time.time(),
@@ -317,6 +325,8 @@ def _start_record(config: GuardConfig, guarded: Guarded, meeting: Meeting) -> Ru
         parameter_bytes=sum(p.numel() * p.element_size() for _, p in guarded.named),
         environment=_facts(guarded),
         notes=meeting.notes,
+        run_id=meeting.run_id,
+        run_dir=str(run_dir.absolute()),
     )
 
 
@@ -461,13 +471,18 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     return bool(getattr(ddp, "_comm_hooks", None)) and released_probes(ddp) is None
 
 
+def run_dir_of(config: GuardConfig, run: str) -> Path:
+    """Where the event log of a run goes."""
+    return Path(config.run_dir) if config.run_dir is not None else Path("sdcwatch-runs") / run
+
+
 def make_run_dir(config: GuardConfig, run: str) -> Path:
     """The run's directory, made and found writable.
 
     Raises:
         ConfigurationError: It is not.
     """
-    path = Path(config.run_dir) if config.run_dir is not None else Path("sdcwatch-runs") / run
+    path = run_dir_of(config, run)
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".write-test-{os.getpid()}"

@@ -121,7 +121,7 @@ def _closed(summary: RunSummary) -> str:
         f"{gpu} was closed by {because[gpu].by or 'somebody'}: {because[gpu].reason}"
         for gpu in devices
     ]
-    return sentence("; ".join(said))
+    return "; ".join(said) + "."
 
 
 def _unfinished(summary: RunSummary, now: float) -> str:

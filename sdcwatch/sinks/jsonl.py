@@ -12,6 +12,7 @@ log of a run that lives, on another host, would race with it. The run looks into
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import os
@@ -105,24 +106,24 @@ def event_files(run_dir: Path) -> tuple[Path, ...]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are JSON, with their numbers, without holding the file in memory."""
+    """The lines of a file with their numbers, without holding the file in memory."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            line = raw.decode("utf-8", errors="replace").strip()
-            try:
-                json.loads(line)
-            except json.JSONDecodeError:
-                continue  # empty, or torn by a crash or a full disk
-            yield number, line
+            if line := raw.decode("utf-8", errors="replace").strip():
+                yield number, line
 
 
 def _records(path: Path) -> Iterator[Record]:
-    return (_decoded(path, number, line) for number, line in _lines(path))
+    found = (_decoded(path, number, line) for number, line in _lines(path))
+    return (record for record in found if record is not None)
 
 
-def _decoded(path: Path, number: int, line: str) -> Record:
+def _decoded(path: Path, number: int, line: str) -> Record | None:
+    """The record in a line; None if it was torn by a crash or a full disk."""
     try:
         return decode(line)
+    except json.JSONDecodeError:
+        return None
     except ValueError as error:
         msg = f"{path.name}, line {number}: {error}"
         raise ValueError(msg) from error
@@ -194,11 +195,11 @@ def _closing(line: str) -> Closing | None:
 def run_id_of(run_dir: Path) -> str:
     """The id of the run in this directory: that of its earlier segments, or a new one."""
     known = ""
-    path = run_dir / EVENTS
-    for _, line in _lines(path) if path.is_file() else ():
-        data = json.loads(line)
-        if isinstance(data, dict) and data.get("kind") == RunStarted.kind:
-            known = str(data.get("run_id") or known)
+    # An unreadable log is no reason to stop a run: its id is new then.
+    with contextlib.suppress(OSError, ValueError):
+        for _, line in _lines(run_dir / EVENTS):
+            if f'"kind":"{RunStarted.kind}"' in line:  # other lines need not be parsed
+                known = str(json.loads(line).get("run_id") or known)
     return known or uuid.uuid4().hex
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from sdcwatch.core.outcomes import is_grave
 from sdcwatch.core.records import Outcome, Record, Verdict, encode
 from sdcwatch.sinks.base import BaseSink, SinkCounts, public_url
 from sdcwatch.sinks.otel_internals import (
@@ -108,7 +109,7 @@ class OtelLogSink(BaseSink):
 
 
 def _severity(verdict: Verdict) -> SeverityNumber:
-    return SeverityNumber.ERROR if verdict.failed or verdict.suspects else SeverityNumber.WARN
+    return SeverityNumber.ERROR if is_grave(verdict) else SeverityNumber.WARN
 
 
 def _attributes(verdict: Verdict) -> dict[str, Any]:

@@ -21,6 +21,7 @@ except ImportError as error:
     msg = "Expected wandb to be installed. Install it with: pip install 'sdcwatch[wandb]'"
     raise ImportError(msg) from error
 
+from sdcwatch.core.outcomes import is_grave
 from sdcwatch.core.records import Outcome, Progress, Record, RunFinished, Verdict
 from sdcwatch.core.summary import RunSummary
 from sdcwatch.sinks.base import SummarySink, without_user_info
@@ -174,7 +175,7 @@ class WandbSink(SummarySink):
             self._run.alert(
                 title=alert_title(verdict),
                 text=alert_text(verdict, self._dashboard),
-                level="ERROR" if verdict.failed or verdict.suspects else "WARN",
+                level="ERROR" if is_grave(verdict) else "WARN",
                 wait_duration=ALERT_SECONDS,
             )
         if verdict.outcome is Outcome.SUSPECT and SUSPECT_TAG not in (self._run.tags or ()):

@@ -62,7 +62,7 @@ def test_every_outcome_but_a_pass_has_a_line_with_its_word() -> None:
     assert len(texts) == len(Outcome) - 1
     assert all(o.value.replace("_", " ") in t.lower() for o, t in texts.items())
     assert texts[Outcome.SUSPECT] == (
-        "step   60  ✗ check 2 replay: SUSPECT rank 3 on node-1: because"
+        "step   60  ✗ check 2 replay: SUSPECT rank 3 on node-1 (g): because"
     )
 
 
