@@ -62,7 +62,7 @@ def test_the_page_names_tensors_sides_and_evidence(story: list[Record]) -> None:
     assert "blocks.0.weight, blocks.1.weight and 10 more" in text
     assert "ranks 0, 1, 2, 3, 4 hold aa ; rank 5 hold bb" in text
     assert (
-        "Wrong in 2 of 2 comparisons with ranks 0 and 5, settled by rank 1; wrong when asked"
+        "wrong in 2 of 2 comparisons with ranks 0 and 5, settled by rank 1; wrong when asked"
         in text
     )
     assert "GPU-3" in text
