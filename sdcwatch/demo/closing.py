@@ -48,7 +48,7 @@ def close_guarded(
     console.print()
     print_grade(graded, console, partial=partial)
     summary = fold(records)
-    for line in (_checkpoints(records, summary), *_cost(summary)):
+    for line in (checkpoint_line(records, summary), *_cost(summary)):
         _say(console, line)
     for line in _places(settings, graded, records):
         _say(console, line)
@@ -138,7 +138,7 @@ def _mark(fault: GradedFault, *, partial: bool) -> Text:
     return Text("✗ wrong", style="bold red")
 
 
-def _checkpoints(records: Sequence[Record], summary: RunSummary) -> Text:
+def checkpoint_line(records: Sequence[Record], summary: RunSummary) -> Text:
     """What became of each checkpoint, told by segment: a step repeats after a restart."""
     parts = []
     for number, (step, events) in enumerate(_segments(records)):

@@ -32,7 +32,10 @@ def test_it_serves_the_registry(endpoint, scrape):
 
 
 def test_it_listens_on_loopback_and_nowhere_else(endpoint):
-    assert endpoint._server.socket.getsockname()[0] == "127.0.0.1"
+    with socket.create_connection(("127.0.0.1", endpoint.port), 5):
+        pass
+    with pytest.raises(ConnectionRefusedError):  # whoever listens everywhere answers here too
+        socket.create_connection(("127.0.0.2", endpoint.port), 5)
 
 
 def test_after_close_nobody_answers_and_the_port_is_free(registry):

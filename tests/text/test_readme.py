@@ -171,7 +171,7 @@ def _closing_lines(records: list[Record]) -> list[str]:
     print_grade(graded, console)
     return [
         console.file.getvalue().splitlines()[-1],  # type: ignore[attr-defined]
-        closing._checkpoints(records, fold(records)).plain,
+        closing.checkpoint_line(records, fold(records)).plain,
     ]
 
 
