@@ -1,7 +1,7 @@
 """Every undocumented use of torch in the checks: each once, with what it relies on.
 
 Tests in ``tests/checks/test_torch_internals.py`` hold each of them; a new torch that changes one
-fails there first. All of it is present from torch 2.6 to 2.13.
+fails there first. All of it is present from torch 2.8 to 2.13.
 """
 
 from __future__ import annotations
