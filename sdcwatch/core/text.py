@@ -96,7 +96,7 @@ def evidence(suspect: Suspect) -> str:
         if suspect.arbiters:
             said += f", settled by {list_ranks(suspect.arbiters)}"
     else:
-        said = "non-finite there, and finite when another node computed it"
+        said = "non-finite there and finite elsewhere"
     if suspect.reproduced is not None:
         said += f"; {'wrong' if suspect.reproduced else 'right'} when asked again"
     return said + (f"; in {suspect.operator}" if suspect.operator else "")

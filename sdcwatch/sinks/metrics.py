@@ -59,11 +59,11 @@ VERDICT_SETS: tuple[tuple[Check, Outcome, Cause], ...] = (
         (Check.NONFINITE, outcome, cause)
         for outcome, causes in (
             (Outcome.PASS, (Cause.NONE,)),
-            (Outcome.SUSPECT, (Cause.DEVICE, Cause.REDUCTION)),
+            (Outcome.SUSPECT, (Cause.DEVICE, Cause.REDUCTION, Cause.UNKNOWN)),
             (Outcome.REPRODUCIBLE, (Cause.DATA, Cause.SCALING)),
             (Outcome.UNATTRIBUTED, (Cause.UNKNOWN, Cause.REDUCTION, Cause.OUTSIDE)),
             (Outcome.NOT_REPRODUCED, (Cause.DEVICE, Cause.REDUCTION, Cause.UNKNOWN)),
-            (Outcome.NONDETERMINISTIC, (Cause.UNKNOWN,)),
+            (Outcome.NONDETERMINISTIC, (Cause.UNKNOWN, Cause.REDUCTION)),
             (Outcome.INCONCLUSIVE, (Cause.UNKNOWN,)),
             (Outcome.WIDESPREAD, (Cause.UNKNOWN, Cause.WEIGHTS)),
             (Outcome.NOT_REDUCED, (Cause.NONE, Cause.SOFTWARE)),
