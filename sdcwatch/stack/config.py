@@ -23,6 +23,8 @@ from sdcwatch.monitor.rulefiles import FOLDER, rule_files
 from sdcwatch.stack.runbook import PAGE
 
 JOB = "sdcwatch"
+GRAFANA_LOOKS_FOR = ("plugins", "notifiers", "alerting")
+"""Folders of provisioning that Grafana reads beside those with our files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +43,8 @@ class Scrape:
 
 
 def scrape_config(scrape: Scrape) -> dict[str, Any]:
-    """The scrape job of guarded runs.
-
-    ``honor_labels`` keeps the label `instance` of a suspect rank: without it the scrape would
-    overwrite it with the exporter's address.
-    """
-    config: dict[str, Any] = {"job_name": JOB, "honor_labels": True}
+    """The scrape job of guarded runs; their labels are none that a scrape puts on itself."""
+    config: dict[str, Any] = {"job_name": JOB}
     if scrape.targets:
         config["static_configs"] = [{"targets": list(scrape.targets)}]
     if scrape.file_sd:
@@ -201,6 +199,8 @@ def write_grafana(
     write_yaml(
         provisioning / "dashboards" / "sdcwatch.yaml", dashboards_config(str(dashboards.resolve()))
     )
+    for name in GRAFANA_LOOKS_FOR:  # it logs an error for each that is missing
+        (provisioning / name).mkdir(parents=True, exist_ok=True)
     password = directory / "admin-password"
     if not password.exists():
         password.touch(mode=0o600)

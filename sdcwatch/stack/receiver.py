@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from email.message import Message
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,8 +27,10 @@ from typing import Any
 
 MAX_BODY_BYTES = 4 << 20
 KEPT_NOTIFICATIONS = 200
-WHO = ("run", "suspect_rank", "suspect_node", "suspect_gpu")
+WHO = ("run", "suspect_rank", "suspect_node", "suspect_gpu", "suspect_instance_id")
 SECONDS = len("2006-01-02T15:04:05")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+"""What a page of ours may load: nothing. Texts of alerts come from anywhere."""
 
 
 def printable(text: object) -> str:
@@ -38,7 +41,7 @@ def printable(text: object) -> str:
 def describe(notification: Mapping[str, Any]) -> Iterator[str]:
     """One block of text per alert of a notification: state, severity, name, who, links."""
     for alert in notification.get("alerts", ()):
-        labels, notes = alert.get("labels", {}), alert.get("annotations", {})
+        labels, notes = _mapping(alert.get("labels")), _mapping(alert.get("annotations"))
         words = [str(alert.get("status", "?")).upper(), labels.get("severity", "-")]
         words += [labels.get("alertname", "?")]
         words += [f"{k.removeprefix('suspect_')}={labels[k]}" for k in WHO if labels.get(k)]
@@ -53,13 +56,21 @@ def describe(notification: Mapping[str, Any]) -> Iterator[str]:
         yield "\n".join(lines)
 
 
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def read_notification(body: bytes) -> dict[str, Any]:
     """The notification in `body`.
 
     Raises:
         ValueError: `body` is no JSON object with a list of alerts.
     """
-    notification = json.loads(body)
+    try:
+        notification = json.loads(body)
+    except RecursionError as error:
+        msg = "Expected JSON of a depth that can be read, but got more."
+        raise ValueError(msg) from error
     alerts = notification.get("alerts") if isinstance(notification, dict) else None
     if not isinstance(alerts, list) or not all(isinstance(a, dict) for a in alerts):
         msg = "Expected a JSON object with a list `alerts`, but got something else."
@@ -129,17 +140,20 @@ class Receiver:
 
     def receive(self, notification: dict[str, Any]) -> None:
         """Keep, log and print one notification; one at a time."""
+        line, texts = json.dumps(notification, sort_keys=True), list(describe(notification))
         with self._lock:
             self.notifications.append(notification)
             if self._log is not None:
                 with self._log.open("a", encoding="utf-8") as log:
-                    log.write(json.dumps(notification, sort_keys=True) + "\n")
-            for text in describe(notification):
+                    log.write(line + "\n")
+            for text in texts:
                 self._write(text)
 
     def page(self) -> str:
         """The latest notifications as HTML, newest first."""
-        texts = [text for n in reversed(self.notifications) for text in describe(n)]
+        with self._lock:
+            kept = tuple(reversed(self.notifications))
+        texts = [text for n in kept for text in describe(n)]
         blocks = [f"<pre>{_linked(escape(text))}</pre>" for text in texts]
         body = "\n".join(blocks) or "<p>Nothing received yet.</p>"
         return (
@@ -151,6 +165,18 @@ class Receiver:
 
 def _linked(escaped: str) -> str:
     return re.sub(r"https?://\S+", lambda found: f'<a href="{found[0]}">{found[0]}</a>', escaped)
+
+
+def _refused(headers: Message) -> tuple[HTTPStatus, str, str] | None:
+    """Why a POST is not read; None if it is."""
+    # Alertmanager sends neither of these; a page that a browser shows, one of them.
+    if headers.get("Origin") or headers.get("Sec-Fetch-Site", "none") != "none":
+        return HTTPStatus.FORBIDDEN, "text/plain", "not from a browser\n"
+    size = headers.get("Content-Length", "")
+    if not (size.isascii() and size.isdecimal()) or int(size[:12]) > MAX_BODY_BYTES:
+        text = "body missing or too large\n"
+        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "text/plain", text
+    return None
 
 
 def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
@@ -170,17 +196,16 @@ def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
                 self._answer(HTTPStatus.NOT_FOUND, "text/plain", "not found\n")
 
         def do_POST(self) -> None:
-            """Take a notification."""
-            size = self.headers.get("Content-Length", "")
-            if not size.isdecimal() or int(size) > MAX_BODY_BYTES:
+            """Take a notification; not from a page of another origin that a browser shows."""
+            if refused := _refused(self.headers):
                 self.close_connection = True
-                self._answer(
-                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "text/plain", "body missing or too large\n"
-                )
+                self._answer(*refused)
                 return
             try:
-                notification = read_notification(self.rfile.read(int(size)))
-            except ValueError as error:
+                notification = read_notification(
+                    self.rfile.read(int(self.headers["Content-Length"]))
+                )
+            except (ValueError, OSError) as error:  # no JSON, or the sender went away
                 self._answer(HTTPStatus.BAD_REQUEST, "text/plain", f"{error}\n")
                 return
             receiver.receive(notification)
@@ -194,6 +219,8 @@ def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Content-Security-Policy", POLICY)
             self.end_headers()
             self.wfile.write(body)
 

@@ -101,7 +101,10 @@ def _alerts(mails: list[Any]) -> list[dict[str, Any]]:
 
 
 def _told(alert: dict[str, Any]) -> dict[str, Any]:
-    return {"labels": alert["labels"], "annotations": alert["annotations"]}
+    """Who is named; evidence, checkpoint and run directory follow in the text."""
+    texts = dict(alert["annotations"])
+    who, numbers, _ = texts["description"].partition("returned wrong numbers")
+    return {"labels": alert["labels"], "annotations": {**texts, "description": who + numbers}}
 
 
 def _expected(rank: int) -> dict[str, Any]:
@@ -155,6 +158,7 @@ def test_the_expectation_differs_between_ranks_in_the_fields_that_name_the_rank(
         ("labels", "suspect_rank"),
         ("labels", "suspect_node"),
         ("labels", "suspect_gpu"),
+        ("labels", "suspect_instance_id"),
         ("annotations", "description"),
         ("annotations", "dashboard_url"),
     }

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -72,7 +73,8 @@ def test_a_notification_is_printed_logged_and_shown(
     assert post(f"{server.url}/page", json.dumps(NOTIFICATION).encode()) == 200
 
     assert written == [
-        "FIRING critical SdcwatchSuspectRank run=r7 rank=3 node=n1 gpu=GPU-3 "
+        "FIRING critical SdcwatchSuspectRank run=r7 suspect_rank=3 suspect_node=n1 "
+        "suspect_gpu=GPU-3 "
         "since 2026-01-02T03:04:05Z\n"
         "    A rank is suspect.\n"
         "    http://localhost:9090/user/runbook.html#sdcwatchsuspectrank"
@@ -164,3 +166,31 @@ def test_the_one_file_runs_alone_as_the_container_runs_it(tmp_path: Path) -> Non
     process.terminate()
     assert process.wait(10) == 0
     process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"alerts": [{"labels": "text", "annotations": [1]}]},
+        {"alerts": [{"labels": None, "startsAt": 5}]},
+        {"alerts": [{"labels": {"run": ["a"]}, "status": {}}]},
+    ],
+)
+def test_any_alert_that_is_posted_leaves_the_page_alive(server: Receiver, body: Any) -> None:
+    assert post(f"{server.url}/page", json.dumps(body).encode()) == 200
+    assert "Alerts received" in get(server.url)
+
+
+def test_json_too_deep_to_read_is_refused(server: Receiver) -> None:
+    assert post(f"{server.url}/page", b"[" * 100_000) == 400
+    assert "Nothing received yet." in get(server.url)
+
+
+@pytest.mark.parametrize("header", ["Origin", "Sec-Fetch-Site"])
+def test_a_page_of_another_origin_cannot_post(server: Receiver, header: str) -> None:
+    request = Request(f"{server.url}/page", b'{"alerts": []}', {header: "https://evil.example"})
+    with pytest.raises(HTTPError) as refused:
+        urlopen(request, timeout=5)
+    refused.value.close()
+
+    assert refused.value.code == 403
