@@ -1,10 +1,11 @@
 """Draw each dashboard from the recorded runs, so that a reviewer sees what the person on call sees.
 
-    python tools/preview.py [--out docs/images]
+    python tools/preview.py --out DIRECTORY
 
 No Grafana is involved: grid, titles, units, thresholds, value mappings and table columns come from
 the generated JSON, the numbers from a real Prometheus that holds the recordings, and Chromium takes
-the picture. Fonts and spacing differ from Grafana's.
+the picture. Fonts, spacing and much of what Grafana
+decides differ: a look at a board, no proof of it, and no picture for the docs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import preview_draw as draw
 from recorded import Recorded, recorded_prometheus, substitute
 
-from sdcwatch.monitor.promql import RANK_EVIDENCE, Scope, select
+from sdcwatch.core.catalog import RANK_EVIDENCE
+from sdcwatch.monitor.promql import Scope, select
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 1560
@@ -84,14 +86,14 @@ def results(
     panel: dict[str, Any], server: Recorded, span: Span
 ) -> list[tuple[dict[str, Any], Any]]:
     """Each target of a panel with its result."""
-    step = max(2.0, span.seconds / POINTS)
+    step = max(2, round(span.seconds / POINTS))
     found = []
     for target in panel["targets"]:
         expression = substitute(
             target["expr"],
             run=span.run,
             range_seconds=span.seconds,
-            rate=f"{max(15, 2 * step):.0f}s",
+            interval_seconds=step,
             gpu=span.gpu,
         )
         if target.get("instant"):
@@ -161,8 +163,8 @@ def spans(server: Recorded) -> dict[str, Span]:
     """What each dashboard is drawn for."""
     faulty = server.runs["default_faults"]
     start = min(r.start for r in server.runs.values()) - 30
-    bad = select(RANK_EVIDENCE, Scope((), ("run",)), check="replay", result="bad")
-    (worst,) = server.instant(f"topk(1, max by (gpu) ({bad}))", faulty.end)
+    wrong = select(RANK_EVIDENCE, Scope((), ("run",)), check="replay", result="mismatches")
+    (worst,) = server.instant(f"topk(1, max by (suspect_gpu) ({wrong}))", faulty.end)
     # Just before the end, so that the faulty run is seen alive among those that have ended.
     live = faulty.end - 10
     return {
@@ -175,7 +177,7 @@ def spans(server: Recorded) -> dict[str, Span]:
 def main() -> None:
     """Draw all dashboards."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,17 +83,41 @@ class Recorded:
         )
 
 
+ALL = ".+"
+"""What Grafana puts in for All: our variables set it, and Grafana does not escape it."""
+
+
+def escaped(value: str) -> str:
+    """A value as Grafana's format ``regex`` writes it."""
+    return value if value == ALL else re.sub(r"[\\^$*+?.()|[\]{}/]", r"\\\g<0>", value)
+
+
 def substitute(
-    expression: str, *, run: str, range_seconds: float, rate: str = "15s", gpu: str = ".+"
+    expression: str,
+    *,
+    run: str,
+    range_seconds: float,
+    interval_seconds: int = 15,
+    gpu: str = ALL,
 ) -> str:
-    """An expression of a dashboard with Grafana's variables filled in."""
+    """An expression of a dashboard with Grafana's variables filled in, by Grafana's own rules.
+
+    Args:
+        expression: Of a panel.
+        run: Any name, or `ALL`.
+        range_seconds: Length of the dashboard's range.
+        interval_seconds: Step of the panel.
+        gpu: Any name, or `ALL`.
+    """
     values = {
+        "${run:regex}": escaped(run),
+        "${job:regex}": ALL,
+        "${gpu:regex}": escaped(gpu),
         "$__range_s": str(round(range_seconds)),
         "$__range": f"{round(range_seconds)}s",
-        "$__rate_interval": rate,
-        "$job": ".+",
-        "$run": run,
-        "$gpu": gpu,
+        "$__rate_interval": f"{max(60, 4 * interval_seconds)}s",
+        "$__interval_ms": str(1000 * interval_seconds),
+        "$__interval": f"{interval_seconds}s",
     }
     for name, value in values.items():
         expression = expression.replace(name, value)
@@ -116,18 +140,29 @@ def _blocks(folder: Path) -> None:
 def _create(plain: Path, folder: Path) -> None:
     promtool = shutil.which("promtool")
     assert promtool is not None, "promtool is not on the PATH"
-    command = [promtool, "tsdb", "create-blocks-from", "openmetrics", str(plain), str(folder)]
+    command = [promtool, "tsdb", "create-blocks-from", "openmetrics"]
+    # It reads the whole file once per block: few blocks.
+    command += ["--max-block-duration=720h", str(plain), str(folder)]
     subprocess.run(command, check=True, capture_output=True)
 
 
 @contextlib.contextmanager
-def recorded_prometheus(folder: Path) -> Iterator[Recorded]:
-    """Start a Prometheus with the recordings on a free port, until the block ends."""
+def recorded_prometheus(folder: Path, more: Sequence[str] = ()) -> Iterator[Recorded]:
+    """Start a Prometheus with the recordings on a free port, until the block ends.
+
+    Args:
+        folder: For its data.
+        more: Samples to load besides, in the OpenMetrics format.
+    """
     prometheus = shutil.which("prometheus")
     assert prometheus is not None, "prometheus is not on the PATH"
     data = folder / "data"
     data.mkdir()
     _blocks(data)
+    if more:
+        plain = folder / "more.om"
+        plain.write_text("\n".join([*more, "# EOF", ""]), encoding="utf-8")
+        _create(plain, data)
     (folder / "prometheus.yml").write_text("global: {scrape_interval: 1m}\n", encoding="utf-8")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

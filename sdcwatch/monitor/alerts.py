@@ -1,15 +1,34 @@
 """The alerts: what fires, for how long, and what it says; no file format.
 
-Each expression returns a positive number where the alert fires, and nothing elsewhere, so that the
-same expression serves Prometheus and Grafana. Every outcome a check can come to that is not a pass
-belongs to exactly one alert: see `ALERT_OF_OUTCOME`.
+Each stands in one piece, as in kubernetes-mixin: expression, duration, labels and texts. An
+expression returns a positive number where the alert fires, and nothing elsewhere, so that the same
+one serves Prometheus and Grafana. Every outcome a check can come to that is not a pass belongs to
+one alert: see `ALERT_OF_OUTCOME`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from sdcwatch.core.catalog import (
+    ABSENT_RANKS,
+    CHECKPOINTS,
+    COVERAGE,
+    GUARD_STATE,
+    LAST_CLEAN_AUDIT_TIME,
+    LAST_PROGRESS_TIME,
+    LAST_WEIGHT_CHECK_TIME,
+    NONFINITE,
+    RANK_STATE,
+    RANK_STRIKES,
+    RUN_INFO,
+    SKIPPED,
+    START_TIME,
+    STEPS,
+    TELEMETRY_DROPPED,
+    VERDICTS,
+)
 from sdcwatch.core.records import (
     Cause,
     Check,
@@ -18,53 +37,43 @@ from sdcwatch.core.records import (
     GuardState,
     Outcome,
     RankState,
-    SkipReason,
 )
 from sdcwatch.errors import ConfigurationError
+from sdcwatch.monitor import run_queries
 from sdcwatch.monitor.config import MonitorConfig, Thresholds, duration_seconds
 from sdcwatch.monitor.promql import (
-    CHECKPOINTS,
-    COVERAGE,
-    GUARD_STATE,
-    LAST_CLEAN_AUDIT_TIME,
-    LAST_PROGRESS_TIME,
-    LAST_WEIGHT_CHECK_TIME,
-    NONFINITE,
-    RANK_EVIDENCE,
-    RANK_STATE,
-    RANK_STRIKES,
-    SKIPPED,
-    START_TIME,
-    STEPS,
-    TELEMETRY_DROPPED,
-    VERDICTS,
+    Not,
     Scope,
     Window,
-    fact,
+    dedup_exporters,
     last,
-    overhead_ratio,
+    newest,
     recent,
     rule_scope,
     select,
     summed,
     total,
 )
+from sdcwatch.monitor.run_queries import WHO
+from sdcwatch.monitor.texts import Alert
 
 DRILL = "SdcwatchDrill"
 WATCHDOG = "SdcwatchWatchdog"
 SUSPECT = "SdcwatchSuspectRank"
+RECENT = "SdcwatchRecentFinding"
+UNNAMED = "SdcwatchUnattributedMismatch"
 
 ALERT_OF_OUTCOME: Mapping[Outcome, str] = {
     Outcome.SUSPECT: SUSPECT,
     Outcome.REPRODUCIBLE: "SdcwatchNonFiniteReproducible",
-    Outcome.UNATTRIBUTED: "SdcwatchUnattributedMismatch",
-    Outcome.INCONCLUSIVE: "SdcwatchUnattributedMismatch",
-    Outcome.WIDESPREAD: "SdcwatchUnattributedMismatch",
-    Outcome.TRANSPORT: "SdcwatchUnattributedMismatch",
+    Outcome.UNATTRIBUTED: UNNAMED,
+    Outcome.INCONCLUSIVE: UNNAMED,
+    Outcome.WIDESPREAD: UNNAMED,
+    Outcome.TRANSPORT: UNNAMED,
+    Outcome.DIFFERS: UNNAMED,
     Outcome.NOT_REPRODUCED: "SdcwatchOneOffMismatch",
     Outcome.NONDETERMINISTIC: "SdcwatchNondeterministicModel",
     Outcome.NOT_REDUCED: "SdcwatchSoftwareDivergence",
-    Outcome.DIFFERS: "SdcwatchUnattributedMismatch",
     Outcome.VOID: "SdcwatchFingerprintDisagreement",
     Outcome.NOT_RUN: "SdcwatchCheckNotRun",
 }
@@ -73,99 +82,57 @@ ALERT_OF_OUTCOME: Mapping[Outcome, str] = {
 SILENT_CAUSES: Mapping[Cause, str] = {
     Cause.NONE: "nothing non-finite was seen",
     Cause.SCALING: "the loss scaler's normal business under fp16; never an alarm",
-    Cause.DEVICE: f"{SUSPECT}: the verdict names the rank",
-    Cause.OUTSIDE: "SdcwatchUnattributedMismatch: made outside of the module",
-    Cause.SOFTWARE: "SdcwatchSoftwareDivergence, or SdcwatchUnattributedMismatch for check 3",
-    Cause.REDUCTION: "SdcwatchUnattributedMismatch, or a suspect if one rank alone saw it",
-    Cause.WEIGHTS: "SdcwatchUnattributedMismatch: widespread",
-    Cause.UNKNOWN: "SdcwatchUnattributedMismatch: no replay was possible",
+    Cause.DEVICE: f"{SUSPECT}: the verdict names the device",
+    Cause.REDUCTION: f"{UNNAMED}, or a suspect if one rank alone saw it",
+    Cause.OUTSIDE: f"{UNNAMED}: it was made outside the module",
+    Cause.WEIGHTS: f"{UNNAMED}: widespread",
+    Cause.UNKNOWN: f"{UNNAMED}: no replay was possible",
 }
-"""Causes of non-finite values that have no alert of their own, and why."""
+"""Causes that have no alert of their own, and why; data and software have one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alert:
-    """One alert.
-
-    Attributes:
-        name: CamelCase, prefixed.
-        expr: PromQL; positive where it fires.
-        severity: critical, warning or info.
-        summary: One constant sentence.
-        description: Template: who, with evidence, and what to do first.
-        wait_for: How long the expression must hold before it fires.
-        keep_firing_for: How long it goes on firing; empty for not at all.
-        dashboard: The dashboard that shows it: fleet, run or suspect.
-        variables: Labels passed on to the dashboard.
-    """
-
-    name: str
-    expr: str
-    severity: str
-    summary: str
-    description: str
-    wait_for: str = "0s"
-    keep_firing_for: str = ""
-    dashboard: str = "run"
-    variables: tuple[str, ...] = ("run",)
-
-    @property
-    def anchor(self) -> str:
-        """Its heading in the runbook."""
-        return self.name.lower()
+_NEXT = "{going_on}{checkpoint}{report}"
+"""What every text about a wrong number ends with."""
 
 
-def evidence_template(scope: Scope, hold: str) -> str:
-    """A template that lists, per check, in how many of how many comparisons a rank was wrong."""
-    # Prometheus evaluates this query whenever it sends the alert, so the counts are current.
-    fixed = "".join(f"{m}," for m in scope.matchers)
-    chosen = f"{RANK_EVIDENCE.prometheus}{{{fixed}"
-
-    def asked(result: str, check: str = "") -> str:
-        return (
-            f"max by (check) (last_over_time({chosen}run=%q,suspect_rank=%q,suspect_gpu=%q,"
-            f'{check}result="{result}"}}[{hold}]))'
-        )
-
-    labels = "$labels.run $labels.suspect_rank $labels.suspect_gpu"
-    return (
-        f"{{{{ range printf `{asked('mismatches')}` {labels} | query }}}}"
-        "{{ .Labels.check }} check: wrong in {{ .Value }} of "
-        f"{{{{ range printf `{asked('comparisons', 'check=%q,')}` {labels} .Labels.check"
-        " | query }}"
-        "{{ .Value }}{{ end }}. {{ end }}"
-    )
-
-
-def _findings(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
+def _findings(scope: Scope, limits: Thresholds) -> tuple[Alert, ...]:
     """What a check found."""
-    limits = config.thresholds
+    events = Window.of(limits.event_window)
+    by = scope.labels()
+    strikes = dedup_exporters(last(select(RANK_STRIKES, scope), events), scope, *WHO)
+    struck = select(VERDICTS, scope, outcome=Outcome.NOT_REPRODUCED)
+    data = select(NONFINITE, scope, cause=Cause.DATA)
     return (
         Alert(
             name=SUSPECT,
-            expr=suspect_rank(scope, limits),
+            # A level: true from the verdict until a person closes it, wherever the run goes on.
+            # A window instead of keep_firing_for, which would go on after the closing.
+            expr=run_queries.open_suspects(scope, Window.of(limits.hold), *WHO),
             severity="critical",
-            summary="A GPU returned wrong numbers: a rank is suspect.",
-            description=(
-                "Run {{ $labels.run }}: rank {{ $labels.suspect_rank }} "
-                "on node {{ $labels.suspect_node }}, "
-                "GPU {{ $labels.suspect_gpu }}, is suspect. "
-                + evidence_template(scope, limits.hold)
-                + "Take it out of the job and keep it for diagnosis. "
-                "Fires until somebody dismisses or closes the incident."
+            summary="A GPU returned wrong numbers: a device is suspect.",
+            text=(
+                "{run}: GPU {label:suspect_gpu}{instance}, node "
+                "{label:suspect_node} (rank {label:suspect_rank}), returned wrong numbers"
+                "{device_step}. {evidence}{counts}{going_on}{checkpoint}{run_dir}"
+                "Take this machine out of the job and keep it for diagnosis. Fires until somebody "
+                "closes it: sdcwatch close RUN_DIR --gpu {label:suspect_gpu} --reason ..."
             ),
             dashboard="suspect",
-            variables=("run", "suspect_rank", "suspect_gpu"),
+            variables=("run", "suspect_gpu"),
         ),
         Alert(
-            name="SdcwatchUnattributedMismatch",
-            expr=unattributed(scope, limits),
+            name=UNNAMED,
+            expr=verdict(
+                scope,
+                limits,
+                *(o for o, name in ALERT_OF_OUTCOME.items() if name == UNNAMED),
+                causes=run_queries.NO_SOFTWARE,
+            ),
             severity="critical",
-            summary="Results differ between ranks and no rank can be named.",
-            description=(
-                "Run {{ $labels.run }}: the {{ $labels.check }} check came to "
-                "{{ $labels.outcome }}. Something is wrong, and the facts name nobody. "
-                "The event log lists every rank concerned."
+            summary="Results differ between ranks and no device can be named.",
+            text=(
+                "{run}: the {label:check} check came to {label:outcome}{check_step}. Something is "
+                "wrong, and the facts name nobody. " + _NEXT
             ),
         ),
         Alert(
@@ -173,33 +140,32 @@ def _findings(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             expr=tainted(scope, limits),
             severity="critical",
             summary="Replicas hold different weights: the run is tainted.",
-            description=(
-                "Run {{ $labels.run }}: replicas hold different bits, and every later checkpoint "
-                "is withheld. Resume from the last good checkpoint; the dashboard shows its step."
+            text=(
+                "{run}: replicas hold different bits, and every later checkpoint is withheld. "
+                "Resume from the last good checkpoint. " + _NEXT
             ),
         ),
         Alert(
             name="SdcwatchOneOffMismatch",
-            expr=one_off(scope, limits),
+            expr=f"{strikes} > 0 and on ({by}) {recent(struck, scope, events)}",
             severity="warning",
             summary="A rank was wrong once and right when asked again.",
-            description=(
-                "Run {{ $labels.run }}: rank {{ $labels.suspect_rank }} "
-                "on node {{ $labels.suspect_node }}, "
-                "GPU {{ $labels.suspect_gpu }}, has {{ $value }} strike(s). "
+            text=(
+                "{run}: GPU {label:suspect_gpu}{instance}, node "
+                "{label:suspect_node} (rank {label:suspect_rank}), has {value} strike(s). "
                 "One is a note for its history, several are a pattern."
             ),
             dashboard="suspect",
-            variables=("run", "suspect_rank", "suspect_gpu"),
+            variables=("run", "suspect_gpu"),
         ),
         Alert(
             name="SdcwatchNonFiniteReproducible",
-            expr=nonfinite_data(scope, limits),
+            expr=recent(data, scope, events, "origin"),
             severity="warning",
             summary="A non-finite value repeats on another node: data or model, no GPU.",
-            description=(
-                "Run {{ $labels.run }}: another node computes the same NaN or Inf "
-                "({{ $labels.origin }}). No GPU is blamed; look at the batch and the model."
+            text=(
+                "{run}: another node computes the same NaN or Inf ({label:origin}). "
+                "No GPU is blamed; look at the batch and the model."
             ),
         ),
         Alert(
@@ -207,9 +173,9 @@ def _findings(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             expr=software(scope, limits),
             severity="warning",
             summary="Replicas are made to differ by software, not by a GPU.",
-            description=(
-                "Run {{ $labels.run }}: the {{ $labels.check }} check came to "
-                "{{ $labels.outcome }}. This is a bug in the training loop and names no GPU."
+            text=(
+                "{run}: the {label:check} check came to {label:outcome}{check_step}, because of "
+                "software. This is a bug in the training loop and names no GPU. " + _NEXT
             ),
         ),
         Alert(
@@ -217,9 +183,9 @@ def _findings(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             expr=verdict(scope, limits, Outcome.NONDETERMINISTIC),
             severity="warning",
             summary="The computation does not repeat, so that a replay proves nothing.",
-            description=(
-                "Run {{ $labels.run }}: a rank that agreed differs from itself. "
-                "Until the next preflight the {{ $labels.check }} check blames nobody."
+            text=(
+                "{run}: a rank that agreed differs from itself. "
+                "Until the next preflight the {label:check} check blames nobody."
             ),
         ),
         Alert(
@@ -227,70 +193,81 @@ def _findings(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             expr=repeat_offender(scope, limits),
             severity="critical",
             summary="The same GPU is suspect again, in another run.",
-            description=(
-                "GPU {{ $labels.suspect_gpu }} on node {{ $labels.suspect_node }} "
-                "was suspect in {{ $value }} "
+            text=(
+                "GPU {label:suspect_gpu} on node {label:suspect_node} was suspect in {value} "
                 f"runs within {limits.offender_window}. Replace it."
             ),
             dashboard="suspect",
             variables=("suspect_gpu",),
         ),
+        Alert(
+            name=RECENT,
+            # Only a recent finding silences its consequences, whether or not its page is silenced.
+            expr=recent_finding(scope, limits),
+            severity="info",
+            summary="A check found something lately; its consequences are no news.",
+            text="{run}: wait for the page about the finding itself.",
+        ),
     )
 
 
-def _consequences(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
+def _consequences(scope: Scope, limits: Thresholds) -> tuple[Alert, ...]:
     """What the guard did, and what it costs."""
-    limits = config.thresholds
+    events = Window.of(limits.event_window)
+    skips = select(SKIPPED, scope, reason=run_queries.SKIPS)
+    withheld = select(CHECKPOINTS, scope, result=CheckpointResult.WITHHELD)
     return (
         Alert(
             name="SdcwatchUpdatesSkipped",
-            expr=skipped(scope, limits),
+            expr=f"{summed(total(skips, scope, events, 'reason'), scope)} "
+            f">= {limits.skipped_updates}",
             severity="warning",
             summary="Optimizer updates are skipped repeatedly.",
-            description=(
-                "Run {{ $labels.run }}: {{ $value }} updates did not happen within "
+            text=(
+                "{run}: {value} updates did not happen within "
                 f"{limits.event_window}, not counting those of the loss scaler. "
                 "The model does not learn from these steps."
             ),
         ),
         Alert(
             name="SdcwatchCheckpointWithheld",
-            expr=checkpoints(scope, limits, CheckpointResult.WITHHELD),
+            expr=recent(withheld, scope, events, "reason"),
             severity="warning",
             summary="A checkpoint was withheld.",
-            description=(
-                "Run {{ $labels.run }}: a checkpoint was not written, because of "
-                "{{ $labels.reason }}. The last good one gets older."
+            text=(
+                "{run}: a checkpoint was not written, because of {label:reason}. "
+                "The last good one gets older. {checkpoint}"
             ),
         ),
         Alert(
             name="SdcwatchOverheadHigh",
-            expr=overhead(scope, limits),
+            expr=f"{run_queries.overhead_ratio(scope, limits.event_window)} "
+            f"> {limits.overhead_ratio}",
             severity="warning",
             summary="The guard costs more than its budget.",
-            description=(
-                "Run {{ $labels.run }}: the guard takes {{ $value | humanizePercentage }} of step "
-                f"time; the budget is {limits.overhead_ratio:.0%}. "
-                "Audit less often, or look at the slowest phase."
+            text=(
+                "{run}: the guard takes {share} of step time; the budget is "
+                f"{limits.overhead_ratio:.0%}. Audit less often, or look at the slowest phase."
             ),
             wait_for=limits.overhead_for,
         ),
     )
 
 
-def _blindness(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
+def _blindness(scope: Scope, limits: Thresholds) -> tuple[Alert, ...]:
     """When no news is not good news."""
-    limits = config.thresholds
+    by, active = scope.labels(), run_queries.active(scope)
+    partly = select(COVERAGE, scope, coverage=(Coverage.OFF, Coverage.OUTPUTS_ONLY))
+    lost, absent = select(TELEMETRY_DROPPED, scope), select(ABSENT_RANKS, scope)
     return (
         Alert(
             name="SdcwatchNoCleanAudit",
             expr=no_clean_audit(scope, limits),
             severity="warning",
             summary="No audit has passed for too long.",
-            description=(
-                "Run {{ $labels.run }}: {{ $value | humanizeDuration }} without a clean audit, "
-                f"more than {limits.clean_audit_age}. "
-                "Everything since the last one is unproven."
+            text=(
+                "{run}: {duration} without a clean audit, more than "
+                f"{limits.clean_audit_age}. Everything since the last one is unproven."
             ),
             wait_for="1m",
         ),
@@ -299,9 +276,9 @@ def _blindness(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             expr=silent(scope, limits),
             severity="warning",
             summary="Steps go on, and a check says nothing.",
-            description=(
-                "Run {{ $labels.run }}: training goes on and the {{ $labels.check }} check has "
-                "given no verdict. The run looks clean because nobody looks."
+            text=(
+                "{run}: training goes on and the {label:check} check has given no verdict. "
+                "The run looks clean because nobody looks."
             ),
             wait_for="1m",
         ),
@@ -310,52 +287,84 @@ def _blindness(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             expr=verdict(scope, limits, Outcome.NOT_RUN),
             severity="warning",
             summary="A check was due and could not run.",
-            description=(
-                "Run {{ $labels.run }}: the {{ $labels.check }} check was due and did not run. "
-                "Most often the loop did not call guard.forward on an audit step."
+            text=(
+                "{run}: the {label:check} check was due and did not run{check_step}. "
+                "The verdict in the event log says why. {report}"
             ),
         ),
         Alert(
             name="SdcwatchBlind",
-            expr=blind(scope),
+            expr=f"{dedup_exporters(partly, scope, 'coverage')} == 1 and on ({by}) {active}",
             severity="warning",
-            summary="The replay audit sees nothing, or the loss only.",
-            description=(
-                "Run {{ $labels.run }}: coverage is {{ $labels.coverage }}. A wrong gradient can "
-                "pass. The preflight record says why, and what to change."
+            summary="The replay audit sees nothing, or the outputs only.",
+            text=(
+                "{run}: coverage is {label:coverage}. A wrong gradient can pass. "
+                "The preflight record says why, and what to change."
             ),
             wait_for=limits.blind_for,
+        ),
+        Alert(
+            name="SdcwatchAbsentRanks",
+            expr=f"{dedup_exporters(absent, scope)} > 0 and on ({by}) {active}",
+            severity="critical",
+            summary="Ranks do not answer the liveness check: the run hangs.",
+            text=(
+                "{run}: {value} rank(s) did not answer the last liveness check. The event log "
+                "names them and the operation that the others wait in. " + _NEXT
+            ),
         ),
         Alert(
             name="SdcwatchRunStalled",
             expr=stalled(scope, limits),
             severity="warning",
             summary="A guarded run lives and makes no step.",
-            description=(
-                "Run {{ $labels.run }}: no completed step for {{ $value | humanizeDuration }}. "
+            text=(
+                "{run}: no completed step for {duration}. "
                 "The liveness check in its event log names absent ranks."
             ),
             wait_for="1m",
+        ),
+        Alert(
+            name="SdcwatchRunFailed",
+            expr=failed(scope, limits),
+            severity="warning",
+            summary="A guarded run ended with an error and was not resumed.",
+            text="{run}: it ended with an error. The last record says which. {checkpoint}{report}",
         ),
         Alert(
             name="SdcwatchRunVanished",
             expr=vanished(scope, limits),
             severity="warning",
             summary="A guarded run disappeared without finishing.",
-            description=(
-                "Run {{ $labels.run }}: its metrics ended while it was training. "
-                "It crashed, was killed, or can no longer be scraped."
+            text=(
+                "{run}: its metrics ended while it was training. It crashed, was killed, or can no "
+                "longer be scraped. {checkpoint}{report}"
             ),
             wait_for="1m",
         ),
         Alert(
+            name="SdcwatchRunNameTwice",
+            expr=(
+                f"count by ({by}) ({dedup_exporters(select(RUN_INFO, scope), scope, 'run_id')}) > 1"
+            ),
+            severity="warning",
+            summary="Two runs with one name: their metrics are mixed.",
+            text=(
+                "{run}: {value} run directories export under this name at once, and one can hide "
+                "behind the other. Give them different names."
+            ),
+            wait_for="10m",
+        ),
+        Alert(
             name="SdcwatchTelemetryDropped",
-            expr=dropped(scope, limits),
+            expr=recent(
+                lost, scope, Window.of(limits.event_window), "exporter_rank", "sink", "reason"
+            ),
             severity="warning",
             summary="Records were lost on their way out.",
-            description=(
-                "Run {{ $labels.run }}: the {{ $labels.sink }} sink lost records "
-                "({{ $labels.reason }}). events.jsonl in the run directory has them all."
+            text=(
+                "{run}: the {label:sink} sink of rank {label:exporter_rank} lost records "
+                "({label:reason}). events.jsonl in the run directory has them all."
             ),
         ),
         Alert(
@@ -363,7 +372,7 @@ def _blindness(scope: Scope, config: MonitorConfig) -> tuple[Alert, ...]:
             expr="vector(1)",
             severity="info",
             summary="The path from rules to receivers works.",
-            description="Always fires. If it stops arriving, no other alert would arrive either.",
+            text="Always fires. If it stops arriving, no other alert would arrive either.",
             dashboard="fleet",
             variables=(),
         ),
@@ -376,8 +385,8 @@ def alerts(config: MonitorConfig) -> tuple[Alert, ...]:
     Raises:
         ConfigurationError: `severities` names an alert that does not exist.
     """
-    scope = rule_scope(config)
-    every = (*_findings(scope, config), *_consequences(scope, config), *_blindness(scope, config))
+    scope, limits = rule_scope(config), config.thresholds
+    every = (*_findings(scope, limits), *_consequences(scope, limits), *_blindness(scope, limits))
     unknown = sorted(set(config.severities) - {a.name for a in every})
     if unknown:
         names = sorted(a.name for a in every)
@@ -386,170 +395,75 @@ def alerts(config: MonitorConfig) -> tuple[Alert, ...]:
     return tuple(replace(a, severity=config.severities.get(a.name, a.severity)) for a in every)
 
 
-def dashboard_url(alert: Alert, config: MonitorConfig) -> str:
-    """Template of the link to the dashboard that shows the alert; empty without a base URL."""
-    if not config.grafana_url:
-        return ""
-    url = f"{config.grafana_url.rstrip('/')}/d/{config.uid_prefix}-{alert.dashboard}"
-    names = (*config.scope_labels, *alert.variables) if alert.variables else ()
-    query = "&".join(
-        f"var-{name.removeprefix('suspect_')}={{{{ $labels.{name} | urlquery }}}}" for name in names
+def verdict(scope: Scope, limits: Thresholds, *outcomes: Outcome, causes: Not | None = None) -> str:
+    """A check came to one of these outcomes lately, for one of these causes if any are given."""
+    counted = (
+        select(VERDICTS, scope, outcome=outcomes, cause=causes)
+        if causes
+        else select(VERDICTS, scope, outcome=outcomes)
     )
-    return f"{url}?{query}" if query else url
-
-
-def annotations_of(alert: Alert, config: MonitorConfig) -> dict[str, str]:
-    """Summary, description and, where a base URL is configured, the two links."""
-    links = {
-        "runbook_url": f"{config.runbook_url}#{alert.anchor}" if config.runbook_url else "",
-        "dashboard_url": dashboard_url(alert, config),
-    }
-    return {
-        "summary": alert.summary,
-        "description": alert.description,
-        **{name: url for name, url in links.items() if url},
-    }
-
-
-ACTIVE = (
-    GuardState.PREFLIGHT,
-    GuardState.ARMED,
-    GuardState.OBSERVING,
-    GuardState.DEGRADED,
-    GuardState.TAINTED,
-)
-"""States of a run that has not ended."""
-OPEN = (RankState.SUSPECT,)
-WHO = ("suspect_rank", "suspect_node", "suspect_gpu")
-"""States of a rank somebody must act on."""
-UNNAMED = (
-    Outcome.UNATTRIBUTED,
-    Outcome.INCONCLUSIVE,
-    Outcome.WIDESPREAD,
-    Outcome.TRANSPORT,
-)
-SKIPS = (SkipReason.NONFINITE, SkipReason.REPLAY, SkipReason.NOT_STEPPED)
-"""Skips that count; those of the loss scaler are normal under fp16."""
-
-
-def _events(limits: Thresholds) -> Window:
-    return Window.of(limits.event_window)
-
-
-def _active(scope: Scope) -> str:
-    """1 for each live run that has not ended."""
-    return f"{fact(select(GUARD_STATE, scope, state=ACTIVE), scope)} == 1"
-
-
-def open_suspects(scope: Scope, window: Window, *labels: str) -> str:
-    """1 for each rank that is suspect or confirmed and was not closed."""
-    who = ("suspect_rank", "suspect_gpu")
-    held = fact(last(select(RANK_STATE, scope, state=OPEN), window), scope, *labels)
-    closed = select(RANK_STATE, scope, state=RankState.CLOSED)
-    closed = fact(last(closed, window), scope, *who)
-    return f"{held} == 1 unless on ({scope.labels(*who)}) {closed} == 1"
-
-
-def suspect_rank(scope: Scope, limits: Thresholds) -> str:
-    """A level: true from the verdict until a human dismisses it, also after the process ended.
-
-    The window takes the place of `keep_firing_for`: that one would go on after a dismissal, and
-    forgets when Prometheus restarts.
-    """
-    return open_suspects(scope, Window.of(limits.hold), *WHO)
-
-
-def unattributed(scope: Scope, limits: Thresholds) -> str:
-    """Wrong, and nobody can be named."""
-    return verdict(scope, limits, *UNNAMED)
-
-
-def verdict(scope: Scope, limits: Thresholds, *outcomes: Outcome) -> str:
-    """A check came to one of these outcomes lately."""
-    chosen = select(VERDICTS, scope, outcome=outcomes)
-    return recent(chosen, scope, _events(limits), "check", "outcome")
+    return recent(counted, scope, Window.of(limits.event_window), "check", "outcome")
 
 
 def software(scope: Scope, limits: Thresholds) -> str:
-    """Replicas differ because of the training loop."""
-    return verdict(scope, limits, Outcome.NOT_REDUCED)
+    """Replicas differ because of the training program."""
+    caused = select(VERDICTS, scope, cause=Cause.SOFTWARE)
+    by_cause = recent(caused, scope, Window.of(limits.event_window), "check", "outcome")
+    return f"{by_cause} or {verdict(scope, limits, Outcome.NOT_REDUCED)}"
+
+
+def recent_finding(scope: Scope, limits: Thresholds) -> str:
+    """A check named a device, or weights differed, so lately that its consequences are no news."""
+    window = Window.of(limits.inhibits_for)
+    named = select(VERDICTS, scope, outcome=Outcome.SUSPECT)
+    differ = select(VERDICTS, scope, check=Check.FINGERPRINT, outcome=TAINTING)
+    return f"{recent(named, scope, window)} or {recent(differ, scope, window)}"
+
+
+TAINTING = (Outcome.SUSPECT, Outcome.UNATTRIBUTED, Outcome.WIDESPREAD)
+"""What check 3 comes to if replicas hold different weights."""
 
 
 def tainted(scope: Scope, limits: Thresholds) -> str:
-    """The run is tainted now, or ended so and was not resumed; or check 3 failed lately."""
-    by = scope.labels()
-    state = select(GUARD_STATE, scope, state=GuardState.TAINTED)
-    now = f"{fact(state, scope)} == 1"
-    ended = f"{fact(last(state, Window.of(limits.hold)), scope)} == 1"
-    alive = fact(select(GUARD_STATE, scope), scope)
-    failed = select(
-        VERDICTS,
-        scope,
-        check=Check.FINGERPRINT,
-        outcome=(Outcome.SUSPECT, Outcome.UNATTRIBUTED, Outcome.WIDESPREAD),
-    )
-    event = recent(failed, scope, _events(limits))
-    return f"{now} or ({ended} unless on ({by}) {alive}) or {event}"
+    """The newest process of the run is tainted, or ended so and was not resumed."""
+    by, window = scope.labels(), Window.of(limits.ended_within)
 
+    def state(*states: GuardState) -> str:
+        return select(GUARD_STATE, scope, state=states)
 
-def one_off(scope: Scope, limits: Thresholds) -> str:
-    """Ranks with strikes, while a verdict that gave one is recent."""
-    strikes = fact(
-        last(select(RANK_STRIKES, scope), _events(limits)),
-        scope,
-        "suspect_rank",
-        "suspect_node",
-        "suspect_gpu",
-    )
-    chosen = select(VERDICTS, scope, outcome=Outcome.NOT_REPRODUCED)
-    return f"{strikes} > 0 and on ({scope.labels()}) {recent(chosen, scope, _events(limits))}"
-
-
-def nonfinite_data(scope: Scope, limits: Thresholds) -> str:
-    """Non-finite on another node too, and not because of the loss scale."""
-    return recent(select(NONFINITE, scope, cause=Cause.DATA), scope, _events(limits), "origin")
+    differ = select(VERDICTS, scope, check=Check.FINGERPRINT, outcome=TAINTING)
+    said = f"{dedup_exporters(newest(state(GuardState.TAINTED), scope, window), scope)} == 1"
+    found = f"{dedup_exporters(newest(differ, scope, window), scope)} > 0"
+    resumed = f"{dedup_exporters(state(*run_queries.UNTAINTED), scope)} == 1"
+    over = f"{dedup_exporters(newest(state(*run_queries.OVER), scope, window), scope)} == 1"
+    return f"({said} unless on ({by}) {resumed} unless on ({by}) {over}) or {found}"
 
 
 def repeat_offender(scope: Scope, limits: Thresholds) -> str:
-    """GPUs that were suspect in several runs, while one of these incidents is open."""
+    """GPUs that were suspect in several runs, while one of these findings is open."""
     by = ", ".join((*scope.by[:-1], "suspect_node", "suspect_gpu"))
     past = Window.of(limits.offender_window)
-    ever = f"max_over_time({select(RANK_STATE, scope, state=OPEN)}[{past.text}])"
-    closed = last(select(RANK_STATE, scope, state=RankState.CLOSED), past)
-    named = (
-        f"{fact(ever, scope, 'suspect_node', 'suspect_gpu')} == 1 "
-        f"unless on ({scope.labels('suspect_gpu')}) {fact(closed, scope, 'suspect_gpu')} == 1"
+    state = select(RANK_STATE, scope, state=RankState.SUSPECT)
+    closed = dedup_exporters(
+        last(select(RANK_STATE, scope, state=RankState.CLOSED), past), scope, "suspect_gpu"
     )
-    runs = f"count by ({by}) ({named})"
-    now = open_suspects(scope, Window.of(limits.hold), *WHO)
-    return f"{runs} >= {limits.offender_runs} and on ({by}) ({now})"
-
-
-def skipped(scope: Scope, limits: Thresholds) -> str:
-    """More updates skipped than the model should miss."""
-    count = total(select(SKIPPED, scope, reason=SKIPS), scope, _events(limits), "reason")
-    return f"{summed(count, scope)} >= {limits.skipped_updates}"
-
-
-def checkpoints(scope: Scope, limits: Thresholds, result: CheckpointResult) -> str:
-    """A checkpoint lately came to this result."""
-    return recent(select(CHECKPOINTS, scope, result=result), scope, _events(limits), "reason")
-
-
-def overhead(scope: Scope, limits: Thresholds) -> str:
-    """The guard's share of step time is above its budget."""
-    return f"{overhead_ratio(scope, limits.event_window)} > {limits.overhead_ratio}"
+    ever = dedup_exporters(
+        f"max_over_time({state}[{past.text}])", scope, "suspect_node", "suspect_gpu"
+    )
+    named = f"{ever} == 1 unless on ({scope.labels('suspect_gpu')}) {closed} == 1"
+    now = run_queries.open_suspects(scope, Window.of(limits.hold), *WHO)
+    return f"count by ({by}) ({named}) >= {limits.offender_runs} and on ({by}) ({now})"
 
 
 def no_clean_audit(scope: Scope, limits: Thresholds) -> str:
     """Seconds since the last clean audit, or since the start, of a live run that audits."""
-    audited = f"{fact(select(LAST_CLEAN_AUDIT_TIME, scope), scope)} > 0"
-    started = fact(select(START_TIME, scope), scope)
-    off = f"{fact(select(COVERAGE, scope, coverage=Coverage.OFF), scope)} == 1"
+    audited = f"{dedup_exporters(select(LAST_CLEAN_AUDIT_TIME, scope), scope)} > 0"
+    started = dedup_exporters(select(START_TIME, scope), scope)
+    off = f"{dedup_exporters(select(COVERAGE, scope, coverage=Coverage.OFF), scope)} == 1"
     by = scope.labels()
     return (
         f"time() - ({audited} or {started}) > {duration_seconds(limits.clean_audit_age)} "
-        f"and on ({by}) {_active(scope)} unless on ({by}) {off}"
+        f"and on ({by}) {run_queries.active(scope)} unless on ({by}) {off}"
     )
 
 
@@ -557,13 +471,15 @@ def silent(scope: Scope, limits: Thresholds) -> str:
     """Steps go on: check 1 gives no verdict, or weights have not been checked for too long."""
     by = scope.labels()
     window = limits.silent_for
-    steps = summed(fact(f"increase({select(STEPS, scope)}[{window}])", scope, "kind"), scope)
-    screened = select(VERDICTS, scope, check=Check.NONFINITE)
-    verdicts = summed(fact(f"increase({screened}[{window}])", scope, "outcome"), scope)
+    steps = f"increase({select(STEPS, scope)}[{window}])"
+    steps = summed(dedup_exporters(steps, scope, "kind"), scope)
+    probed = f"increase({select(VERDICTS, scope, check=Check.NONFINITE)}[{window}])"
+    verdicts = summed(dedup_exporters(probed, scope, "outcome", "cause"), scope)
+    started = dedup_exporters(select(START_TIME, scope), scope)
     # A run younger than the window has not had the time to be silent.
-    old = f"{fact(select(START_TIME, scope), scope)} < time() - {duration_seconds(window)}"
+    old = f"{started} < time() - {duration_seconds(window)}"
     one = f"{steps} > 0 unless on ({by}) {verdicts} > 0 and on ({by}) {old}"
-    checked = f"{fact(select(LAST_WEIGHT_CHECK_TIME, scope), scope)} > 0"
+    checked = f"{dedup_exporters(select(LAST_WEIGHT_CHECK_TIME, scope), scope)} > 0"
     age = f"time() - ({checked}) > {duration_seconds(limits.weight_check_age)}"
     three = f"{age} and on ({by}) {steps} > 0"
     return " or ".join(
@@ -572,28 +488,34 @@ def silent(scope: Scope, limits: Thresholds) -> str:
     )
 
 
-def blind(scope: Scope) -> str:
-    """Coverage of the replay audit is off or loss only, in a live run."""
-    seen = select(COVERAGE, scope, coverage=(Coverage.OFF, Coverage.OUTPUTS_ONLY))
-    return f"{fact(seen, scope, 'coverage')} == 1 and on ({scope.labels()}) {_active(scope)}"
-
-
 def stalled(scope: Scope, limits: Thresholds) -> str:
     """Seconds since the last completed step of a live run."""
-    progress = f"{fact(select(LAST_PROGRESS_TIME, scope), scope)} > 0"
+    progress = f"{dedup_exporters(select(LAST_PROGRESS_TIME, scope), scope)} > 0"
     age = f"time() - ({progress}) > {duration_seconds(limits.stalled_for)}"
-    return f"{age} and on ({scope.labels()}) {_active(scope)}"
+    return f"{age} and on ({scope.labels()}) {run_queries.active(scope)}"
+
+
+def _ended(scope: Scope, window: Window, *states: GuardState) -> str:
+    """The newest process of a run ended in one of these states, and nothing exports the run."""
+    last_states = newest(select(GUARD_STATE, scope, state=states), scope, window)
+    gone = f"unless on ({scope.labels()}) {run_queries.alive(scope)}"
+    return f"{dedup_exporters(last_states, scope)} == 1 {gone}"
 
 
 def vanished(scope: Scope, limits: Thresholds) -> str:
     """The last state of a run was an active one, and nothing exports the run any more."""
-    window = Window.of(limits.vanished_within)
-    before = fact(last(select(GUARD_STATE, scope, state=ACTIVE), window), scope)
-    alive = fact(select(GUARD_STATE, scope), scope)
-    return f"{before} == 1 unless on ({scope.labels()}) {alive}"
+    window = Window.of(limits.ended_within)
+    # A run that ended tainted said so: that is another alert's.
+    gone = _ended(scope, window, *run_queries.UNTAINTED)
+    over = newest(select(GUARD_STATE, scope, state=run_queries.OVER), scope, window)
+    return f"{gone} unless on ({scope.labels()}) {dedup_exporters(over, scope)} == 1"
 
 
-def dropped(scope: Scope, limits: Thresholds) -> str:
-    """A sink lost records; processes lose them independently of each other."""
-    chosen = select(TELEMETRY_DROPPED, scope)
-    return recent(chosen, scope, _events(limits), "exporter_rank", "sink", "reason")
+def failed(scope: Scope, limits: Thresholds) -> str:
+    """The run ended with an error, and no other process took it up."""
+    resumed = select(GUARD_STATE, scope, state=run_queries.ACTIVE)
+    over = newest(
+        select(GUARD_STATE, scope, state=GuardState.FAILED), scope, Window.of(limits.ended_within)
+    )
+    live = f"{dedup_exporters(resumed, scope)} == 1"
+    return f"{dedup_exporters(over, scope)} == 1 unless on ({scope.labels()}) {live}"

@@ -21,6 +21,9 @@ _DURATION = re.compile(r"(?:\d+d)?(?:\d+h)?(?:\d+m)?(?:\d+s)?")
 _UNIT_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _UID = re.compile(r"[a-zA-Z0-9_-]{1,28}")
+_TAKEN = ("run", "job", "instance", "exporter_rank", "start")
+_LISTS = ("scope_labels",)
+_MAPPINGS = ("rule_matchers", "severities", "prometheusrule_labels")
 
 
 def duration_seconds(text: str) -> int:
@@ -45,15 +48,18 @@ class Thresholds:
 
     Attributes:
         event_window: How long after an event its alert goes on firing.
-        hold: How long a suspect or a tainted run goes on firing after its process ended.
+        hold: How long a suspect that nobody closes goes on firing after its process ended; as long
+            as Prometheus keeps its samples.
+        ended_within: How long a tainted, failed or vanished run goes on firing if nobody resumes
+            it. Every evaluation reads the guard's states of this long.
+        inhibits_for: How long after a finding its consequences are silenced.
         born_lookback: A series without a sample for this long before the window counts as new.
         skipped_updates: Skipped updates within `event_window` that are too many.
         clean_audit_age: Oldest acceptable clean audit of a live run.
         weight_check_age: Oldest acceptable passing weight check of a live run.
         silent_for: Steps without a single verdict for this long are an alarm.
         stalled_for: No completed step for this long is an alarm.
-        vanished_within: How far back a run that disappeared is looked for.
-        blind_for: How long coverage may be off or loss only.
+        blind_for: How long coverage may be off or outputs only.
         overhead_ratio: Budget of the guard as a share of step time.
         overhead_for: How long the budget may be exceeded.
         offender_window: How far back suspects are looked for across runs.
@@ -61,14 +67,15 @@ class Thresholds:
     """
 
     event_window: str = "15m"
-    hold: str = "24h"
-    born_lookback: str = "6h"
+    hold: str = "15d"
+    ended_within: str = "1d"
+    inhibits_for: str = "30m"
+    born_lookback: str = "1h"
     skipped_updates: int = 3
     clean_audit_age: str = "1h"
     weight_check_age: str = "1h"
     silent_for: str = "10m"
     stalled_for: str = "15m"
-    vanished_within: str = "1h"
     blind_for: str = "5m"
     overhead_ratio: float = 0.1
     overhead_for: str = "15m"
@@ -84,6 +91,8 @@ class Thresholds:
             else:
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 expect(number and value > 0, f"`{f.name}` > 0", value, "Pass a positive number.")
+                whole = f.type != "int" or isinstance(value, int)
+                expect(whole, f"`{f.name}` to be a whole number", value, "Pass an integer.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +129,8 @@ class MonitorConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name))
         expect(bool(self.datasource), "`datasource` to be a UID", self.datasource, "Pass its UID.")
         expect(
             _UID.fullmatch(self.uid_prefix) is not None,
@@ -128,9 +139,10 @@ class MonitorConfig:
             "Grafana allows 40 for the whole UID.",
         )
         for label in (*self.scope_labels, *self.rule_matchers):
+            # Queries join on these already, or make them; twice in one list is an error.
             expect(
-                _LABEL.fullmatch(label) is not None and label != "run",
-                "a Prometheus label name other than `run`",
+                _LABEL.fullmatch(label) is not None and label not in _TAKEN,
+                f"a Prometheus label name other than {', '.join(f'`{name}`' for name in _TAKEN)}",
                 label,
                 "Correct `scope_labels` or `rule_matchers`.",
             )
@@ -152,6 +164,28 @@ class MonitorConfig:
             )
 
 
+def _check_type(name: str, value: object) -> None:
+    """Refuse a value that is not of the type of its field, at whatever depth.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    held: tuple[object, ...] = ()
+    if name in _LISTS:
+        expect(isinstance(value, list | tuple), f"`{name}` to be a list", value, "Use [a, b].")
+        held = tuple(value) if isinstance(value, list | tuple) else ()
+    elif name in _MAPPINGS:
+        expect(isinstance(value, Mapping), f"`{name}` to be a mapping", value, "Use key: value.")
+        held = (*value, *value.values()) if isinstance(value, Mapping) else ()
+    elif name == "thresholds":
+        known = isinstance(value, Thresholds)
+        expect(known, "`thresholds` to be a mapping", value, "Use key: value.")
+    else:
+        expect(isinstance(value, str), f"`{name}` to be text", value, "Quote it.")
+    for part in held:
+        expect(isinstance(part, str), f"`{name}` to hold text", part, "Quote it; one value each.")
+
+
 def _typed(name: str, value: Any) -> Any:
     if name == "thresholds":
         known = {f.name for f in fields(Thresholds)}
@@ -159,14 +193,7 @@ def _typed(name: str, value: Any) -> Any:
         unknown = sorted(set(value) - known)
         expect(not unknown, f"thresholds among {sorted(known)}", unknown, "Check the spelling.")
         return Thresholds(**value)
-    if name == "scope_labels":
-        expect(isinstance(value, list | tuple), "`scope_labels` to be a list", value, "Use [a, b].")
-        return tuple(value)
-    if name in ("rule_matchers", "severities", "prometheusrule_labels"):
-        expect(isinstance(value, Mapping), f"`{name}` to be a mapping", value, "Use key: value.")
-        return {str(k): str(v) for k, v in value.items()}
-    expect(isinstance(value, str), f"`{name}` to be text", value, "Quote it.")
-    return value
+    return tuple(value) if name in _LISTS and isinstance(value, list) else value
 
 
 def load_config(path: Path | None, **overrides: Any) -> MonitorConfig:

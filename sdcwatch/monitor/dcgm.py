@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sdcwatch.monitor.promql import variable_matcher
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMetric:
@@ -27,7 +29,7 @@ class DeviceMetric:
 
     def query(self) -> str:
         """Its series of the chosen GPUs, one each, however often they are scraped."""
-        selector = f'{self.name}{{UUID=~"$gpu"}}'
+        selector = f"{self.name}{{{variable_matcher('gpu', label='UUID')}}}"
         value = f"increase({selector}[$__rate_interval])" if self.counter else selector
         return f"max by (Hostname, gpu, UUID) ({value})"
 

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.monitor.theme import GREY, PURPLE, Look
+from sdcwatch.monitor.theme import DOUBT, MUTED, Look
 
 try:
     with warnings.catch_warnings():
@@ -51,6 +51,8 @@ if not (_installed := version("grafana-foundation-sdk").lstrip("v")).startswith(
     raise ConfigurationError(message)
 
 GRID_WIDTH = 24
+VALUE_SIZE = 22
+TITLE_SIZE = 13
 DATASOURCE = cm.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
@@ -91,21 +93,21 @@ class Show:
 
     Attributes:
         unit: Unit id of Grafana.
-        steps: Thresholds: lower bound (None for the lowest) and colour.
-        looks: Word and colour by value; beats the thresholds.
+        steps: Thresholds: lower bound (None for the lowest) and color.
+        looks: Word and color by value; beats the thresholds.
         decimals: Digits after the point.
         empty: What an empty result means, in words.
         fields: Regular expression of the fields a stat shows; empty for numbers.
-        small: Text of a stat that should not fill the panel.
+        size: Of the text of a stat, in pixels: one size per line of tiles.
     """
 
     unit: str = "short"
-    steps: Steps = ((None, GREY),)
+    steps: Steps = ((None, MUTED),)
     looks: Mapping[str, Look] | None = None
     decimals: float | None = None
     empty: str = "no data"
     fields: str = ""
-    small: bool = False
+    size: int = VALUE_SIZE
 
 
 def thresholds(steps: Steps) -> dm.ThresholdsConfig:
@@ -117,7 +119,7 @@ def thresholds(steps: Steps) -> dm.ThresholdsConfig:
 
 
 def mappings(looks: Mapping[str, Look]) -> list[dm.ValueMap]:
-    """Value mappings with a word and a colour each."""
+    """Value mappings with a word and a color each."""
     options = {
         value: dm.ValueMappingResult(text=look.text, color=look.color, index=index)
         for index, (value, look) in enumerate(looks.items())
@@ -159,11 +161,16 @@ def override(panel: Any, field: str, **properties: Any) -> Any:
     return panel.override_by_name(field, values)
 
 
-def color_by_suffix(panel: Any, colors: Mapping[str, str]) -> Any:
-    """Fix the colour of series whose name ends in a word."""
-    for word, color in colors.items():
+NONE = "none"
+"""Name of the series that stands for "nothing happened"; a missing run has no series at all."""
+
+
+def colored(panel: Any, colors: Mapping[str, str], pattern: str = "^{}$") -> Any:
+    """Fix the color of series whose name has a word; `pattern` says where."""
+    for word, color in {**colors, NONE: MUTED}.items():
         fixed = dm.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": color})
-        panel = panel.override_by_regexp(f"/: {word}$/", [fixed])
+        where = "^none$" if word == NONE else pattern.format(word)
+        panel = panel.override_by_regexp(f"/{where}/", [fixed])
     return panel
 
 
@@ -180,7 +187,8 @@ def stat_panel(title: str, description: str, *queries: Query, show: Show) -> Any
         .justify_mode(cm.BigValueJustifyMode.CENTER)
         .orientation(cm.VizOrientation.AUTO)
     )
-    return panel.text(common.VizTextDisplayOptions().value_size(24)) if show.small else panel
+    sizes = common.VizTextDisplayOptions().value_size(show.size).title_size(TITLE_SIZE)
+    return panel.text(sizes)
 
 
 def series_panel(
@@ -209,7 +217,8 @@ def series_panel(
     )
     if bars:
         stacking = common.StackingConfig().mode(cm.StackingMode.NORMAL).group("A")
-        panel = panel.stacking(stacking)
+        # Room for two: the axis of one event has the ticks 0, 1 and 2, and none in between.
+        panel = panel.stacking(stacking).axis_soft_max(2)
     return panel
 
 
@@ -258,7 +267,7 @@ def heatmap_panel(title: str, description: str, *queries: Query, show: Show) -> 
         .y_axis(heatmap.YAxisConfig().unit(show.unit).axis_placement(cm.AxisPlacement.LEFT))
         .rows_frame(heatmap.RowsHeatmapOptions().layout(cm.HeatmapCellLayout.AUTO))
         .cell_gap(1)
-        .exemplars_color(PURPLE)
+        .exemplars_color(DOUBT)
         .tooltip(
             heatmap.HeatmapTooltip()
             .mode(cm.TooltipDisplayMode.SINGLE)
@@ -277,8 +286,8 @@ class Column:
         source: A label, or ``Value #A`` for the value of query A.
         name: Heading.
         unit: Unit id of Grafana; empty for text.
-        looks: Word and colour by value.
-        steps: Thresholds that colour the cell.
+        looks: Word and color by value.
+        steps: Thresholds that color the cell.
         link: URL behind the cell, and what it opens.
         width: In pixels.
     """
@@ -292,26 +301,46 @@ class Column:
     width: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of a table.
+
+    Attributes:
+        empty: What no row at all means, in words.
+        newest_first: A label that holds a number, by which rows are sorted, highest first.
+        without: Fields that queries have and the table does not show.
+    """
+
+    empty: str
+    newest_first: str = ""
+    without: tuple[str, ...] = ()
+
+
 def table_panel(
     title: str,
     description: str,
     queries: tuple[Query, ...],
     columns: tuple[Column, ...],
-    empty: str,
+    rows: Rows,
 ) -> Any:
     """Rows merged from queries over their labels, with named columns in a given order."""
-    panel = _common(table.Panel(), title, description, queries, Show(unit="none", empty=empty))
+    show = Show(unit="none", empty=rows.empty)
+    panel = _common(table.Panel(), title, description, queries, show)
+    hidden = dict.fromkeys(("Time", *rows.without), True)
     organize: dict[str, object] = {
-        "excludeByName": {"Time": True},
+        "excludeByName": hidden,
         "includeByName": {},
         "indexByName": {c.source: i for i, c in enumerate(columns)},
         "renameByName": {c.source: c.name for c in columns if c.source != c.name},
     }
+    steps: list[tuple[str, dict[str, object]]] = [("merge", {}), ("organize", organize)]
+    if rows.newest_first:
+        number = {"targetField": rows.newest_first, "destinationType": "number"}
+        steps.insert(1, ("convertFieldType", {"fields": {}, "conversions": [number]}))
+        name = next(c.name for c in columns if c.source == rows.newest_first)
+        steps.append(("sortBy", {"fields": {}, "sort": [{"field": name, "desc": True}]}))
     panel = panel.transformations(
-        [
-            dm.DataTransformerConfig(id_val="merge", options={}),
-            dm.DataTransformerConfig(id_val="organize", options=organize),
-        ]
+        [dm.DataTransformerConfig(id_val=kind, options=options) for kind, options in steps]
     )
     for column in columns:
         properties = _column_properties(column)

@@ -1,11 +1,14 @@
 """PromQL, as functions of the catalogue and of a scope; nothing about layout or thresholds.
 
-Three rules hold everywhere:
+Four rules hold everywhere:
 
 - **One fact, one series.** Several exporters of a run, and pull beside push, export the same fact.
-  `max by` over the labels that matter comes before any `sum`, and a join never uses `instance`.
-- **Birth-aware.** A counter whose first sample is already 1 never has an `increase`. `recent` and
-  `total` count what a series was born with, and what a process did before its first scrape.
+  `dedup_exporters` comes before any `sum`, and a join never uses `instance` but to match a process
+  with itself.
+- **Counter-reset aware.** A counter starts at 0 in every process, and one whose first sample is
+  already 1 never has an `increase`. `recent`, `total` and `per_interval` count births and restarts.
+- **A run is more than a process.** State and word are those of the process that started last
+  (`newest`); counts are sums over the processes, one after the other, of each exporting rank.
 - **After the job.** Ranges, not instants: series go stale five minutes after the process ended.
 """
 
@@ -15,50 +18,23 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from sdcwatch.core.catalog import BY_NAME, Metric
+from sdcwatch.core.catalog import START_TIME, Metric
 from sdcwatch.monitor.config import MonitorConfig, duration_seconds
-
-VERDICTS = BY_NAME["sdcwatch.verdicts"]
-COMPARISONS = BY_NAME["sdcwatch.audit.comparisons"]
-MISMATCHES = BY_NAME["sdcwatch.audit.mismatches"]
-FINGERPRINT_CHECKS = BY_NAME["sdcwatch.fingerprint.checks"]
-DISAGREEMENTS = BY_NAME["sdcwatch.fingerprint.disagreements"]
-NONFINITE = BY_NAME["sdcwatch.nonfinite"]
-SKIPPED = BY_NAME["sdcwatch.updates.skipped"]
-CHECKPOINTS = BY_NAME["sdcwatch.checkpoints"]
-STEPS = BY_NAME["sdcwatch.steps"]
-STEP_TIME = BY_NAME["sdcwatch.step.time"]
-OVERHEAD_TIME = BY_NAME["sdcwatch.overhead.time"]
-CHECK_DURATION = BY_NAME["sdcwatch.check.duration"]
-RANK_STATE = BY_NAME["sdcwatch.rank.state"]
-RANK_EVIDENCE = BY_NAME["sdcwatch.rank.evidence"]
-RANK_STRIKES = BY_NAME["sdcwatch.rank.strikes"]
-GUARD_STATE = BY_NAME["sdcwatch.guard.state"]
-COVERAGE = BY_NAME["sdcwatch.coverage"]
-AUDITED_RANKS = BY_NAME["sdcwatch.audited.ranks"]
-WORLD_SIZE = BY_NAME["sdcwatch.world.size"]
-RUN_INFO = BY_NAME["sdcwatch.run.info"]
-STEP = BY_NAME["sdcwatch.step"]
-LOSS = BY_NAME["sdcwatch.loss"]
-STEPS_AT_RISK = BY_NAME["sdcwatch.steps.at_risk"]
-START_TIME = BY_NAME["sdcwatch.start.time"]
-LAST_PROGRESS_TIME = BY_NAME["sdcwatch.last_progress.time"]
-LAST_CLEAN_AUDIT_TIME = BY_NAME["sdcwatch.last_clean_audit.time"]
-LAST_CLEAN_AUDIT_STEP = BY_NAME["sdcwatch.last_clean_audit.step"]
-LAST_WEIGHT_CHECK_TIME = BY_NAME["sdcwatch.last_weight_check.time"]
-LAST_WEIGHT_CHECK_STEP = BY_NAME["sdcwatch.last_weight_check.step"]
-LAST_GOOD_CHECKPOINT_TIME = BY_NAME["sdcwatch.last_good_checkpoint.time"]
-LAST_GOOD_CHECKPOINT_STEP = BY_NAME["sdcwatch.last_good_checkpoint.step"]
-LAST_EVENT_TIME = BY_NAME["sdcwatch.last_event.time"]
-LAST_EVENT_STEP = BY_NAME["sdcwatch.last_event.step"]
-TELEMETRY_EVENTS = BY_NAME["sdcwatch.telemetry.events"]
-TELEMETRY_DROPPED = BY_NAME["sdcwatch.telemetry.dropped"]
-TELEMETRY_QUEUE = BY_NAME["sdcwatch.telemetry.queue.length"]
 
 TARGET_LABELS = ("job", "instance", "run", "exporter_rank")
 """What tells one exporting process from another; used only to match a process with itself."""
 
+SEGMENT = "start"
+"""Label that a query gives to the counts of a process: its start, in which pull and push agree."""
+
 Words = str | Enum | tuple[str | Enum, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """Every value of a label but these; a series without the label matches too."""
+
+    words: Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +44,12 @@ class Window:
     Attributes:
         text: ``15m`` or ``$__range``.
         seconds: ``900`` or ``$__range_s``.
+        at: Modifier of every selector, e.g. `` @ end()``.
     """
 
     text: str
     seconds: str
+    at: str = ""
 
     @classmethod
     def of(cls, duration: str) -> Window:
@@ -81,6 +59,10 @@ class Window:
 
 RANGE = Window("$__range", "$__range_s")
 """The range of the dashboard."""
+WHOLE_RANGE = Window("$__range", "$__range_s", " @ end()")
+"""The same at every step of a range query: its whole range."""
+INTERVAL = Window("$__interval", "($__interval_ms / 1000)")
+"""What one bar stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +70,27 @@ class Scope:
     """Which series a query is about, and what tells their runs apart.
 
     Attributes:
-        matchers: Matchers of every selector, e.g. ``run=~"$run"``.
+        matchers: Matchers of every selector, e.g. ``run="a"``.
         by: Labels that tell runs apart, `run` last.
         lookback: A series without a sample for this long before a window was born inside it.
         who: Label and matcher for metrics about a device, e.g.
-            ``("suspect_gpu", 'suspect_gpu=~"$gpu"')``; metrics without the label are about the run
+            ``("suspect_gpu", 'suspect_gpu="GPU-1"')``; metrics without the label are about the run
             and ignore it.
     """
 
     matchers: tuple[str, ...]
     by: tuple[str, ...]
-    lookback: str = "6h"
+    lookback: str = "1h"
     who: tuple[str, str] | None = None
 
     def labels(self, *more: str) -> str:
         """`by` and more labels, as PromQL lists them."""
         return ", ".join((*self.by, *more))
+
+    @property
+    def process(self) -> str:
+        """The labels of one exporting process."""
+        return ", ".join((*self.by[:-1], *TARGET_LABELS))
 
 
 def rule_scope(config: MonitorConfig) -> Scope:
@@ -112,10 +99,18 @@ def rule_scope(config: MonitorConfig) -> Scope:
     return Scope(matchers, (*config.scope_labels, "run"), config.thresholds.born_lookback)
 
 
+def variable_matcher(name: str, label: str = "") -> str:
+    """A matcher of a label, its own name unless given, for a dashboard variable of any text.
+
+    Grafana escapes the value for a regular expression; in backquotes nothing is escaped again.
+    """
+    return f"{label or name}=~`${{{name}:regex}}`"
+
+
 def dashboard_scope(config: MonitorConfig) -> Scope:
     """The scope of dashboard queries: every variable is a matcher."""
     names = (*config.scope_labels, "job", "run")
-    matchers = tuple(f'{name}=~"${name}"' for name in names)
+    matchers = tuple(variable_matcher(name) for name in names)
     return Scope(matchers, (*config.scope_labels, "run"), config.thresholds.born_lookback)
 
 
@@ -128,15 +123,14 @@ def _words(value: Words) -> tuple[str, ...]:
     return tuple(str(v.value) if isinstance(v, Enum) else v for v in values)
 
 
-def select(metric: Metric, scope: Scope, suffix: str = "", **labels: Words) -> str:
+def select(metric: Metric, scope: Scope, suffix: str = "", **labels: Words | Not) -> str:
     """A selector; every label and value is held against the catalogue.
 
     Args:
         metric: The metric.
         scope: Adds its matchers.
         suffix: ``_bucket``, ``_sum`` or ``_count`` of a histogram.
-        **labels: A value, or a tuple of values of which any matches. A value with a ``$`` is a
-            dashboard variable and matches as a regular expression.
+        **labels: A value, a tuple of values of which any matches, or `Not` such.
 
     Raises:
         KeyError: The metric has no such label.
@@ -148,57 +142,96 @@ def select(metric: Metric, scope: Scope, suffix: str = "", **labels: Words) -> s
         parts.append(scope.who[1])
     for name, value in labels.items():
         allowed = attributes[name].values
-        words = _words(value)
+        words = _words(value.words if isinstance(value, Not) else value)
         for word in words:
-            if allowed is not None and word not in allowed and not word.startswith("$"):
+            if allowed is not None and word not in allowed:
                 msg = f"Expected {name} of {metric.name} among {allowed}, but got {word!r}."
                 raise ValueError(msg)
-        exact = len(words) == 1 and not words[0].startswith("$")
-        parts.append(f'{name}{"=" if exact else "=~"}"{_escape("|".join(words))}"')
+        several = len(words) > 1
+        operator = (
+            ("!~" if several else "!=") if isinstance(value, Not) else "=~" if several else "="
+        )
+        parts.append(f'{name}{operator}"{_escape("|".join(words))}"')
     name = metric.prometheus + suffix
     return f"{name}{{{','.join(parts)}}}" if parts else name
 
 
 def last(selector: str, window: Window = RANGE) -> str:
     """The last sample within a window, also after the process ended."""
-    return f"last_over_time({selector}[{window.text}])"
+    return f"last_over_time({selector}[{window.text}]{window.at})"
 
 
-def fact(expression: str, scope: Scope, *labels: str) -> str:
+def dedup_exporters(expression: str, scope: Scope, *labels: str) -> str:
     """One value per run and `labels`, however many processes export it."""
     return f"max by ({scope.labels(*labels)}) ({expression})"
 
 
-def _since_birth(selector: str, scope: Scope, window: Window) -> str:
-    """The value of counters whose whole life lies inside the window."""
-    value = last(selector, window)
+def newest(selector: str, scope: Scope, window: Window = RANGE) -> str:
+    """The last sample of the process of a run that started last: earlier ones are history.
+
+    A process without a start time is not left out.
+    """
     started = last(select(START_TIME, scope), window)
-    targets = ", ".join((*scope.by[:-1], *TARGET_LABELS))
-    young = f"{value} and on ({targets}) ({started} > time() - {window.seconds})"
-    born = f"{value} unless last_over_time({selector}[{scope.lookback}] offset {window.text})"
-    return f"({young} or {born})"
+    by, process = scope.labels(), scope.process
+    earlier = f"{started} < on ({by}) group_left () max by ({by}) ({started})"
+    return f"{last(selector, window)} unless on ({process}) ({earlier})"
 
 
 def recent(selector: str, scope: Scope, window: Window, *labels: str) -> str:
     """Where a counter counted anything within the window; the value is positive, not a count."""
-    born = _since_birth(selector, scope, window)
-    return fact(f"increase({selector}[{window.text}]) > 0 or {born} > 0", scope, *labels)
+    value = last(selector, window)
+    started = last(select(START_TIME, scope), window)
+    young = f"{value} and on ({scope.process}) ({started} > time() - {window.seconds})"
+    born = f"{value} unless last_over_time({selector}[{scope.lookback}] offset {window.text})"
+    counted = f"increase({selector}[{window.text}]) > 0 or ({young} or {born}) > 0"
+    return dedup_exporters(counted, scope, *labels)
+
+
+def _counted(selector: str, scope: Scope, window: Window) -> str:
+    """How often each series of a counter counted within the window, over one restart of its target.
+
+    Exact where `increase` extrapolates. With `before` the value at the start of the window, `peak`
+    the highest and `now` the last value in it: what grew up to the peak, and all of `now` if the
+    counter has been higher.
+    """
+    now, peak = last(selector, window), f"max_over_time({selector}[{window.text}]{window.at})"
+    past = f"[{scope.lookback}]{window.at} offset {window.text}"
+    started = select(START_TIME, scope)
+    # What the same target counted before another process took its place is no start to count from.
+    other = f"last_over_time({started}{past}) < min_over_time({started}[{window.text}]{window.at})"
+    same = f"last_over_time({selector}{past}) unless on ({scope.process}) ({other})"
+    before = f"({same} or {peak} * 0)"
+    grown = f"clamp_min({peak} - {before}, 0)"
+    return f"{grown} + {now} * ({now} < bool ({grown} + {before}))"
+
+
+def _over_segments(
+    counted: str, selector: str, scope: Scope, window: Window, labels: tuple[str, ...]
+) -> str:
+    """Counts of processes, added up over the processes that an exporting rank was in turn."""
+    process = scope.process
+    any_count = f"max by ({process}) ({last(selector, window)}) * 0"
+    started = f"({last(select(START_TIME, scope), window)} or on ({process}) {any_count})"
+    segment = f'count_values by ({process}) ("{SEGMENT}", {started})'
+    joined = f"({counted}) * on ({process}) group_left ({SEGMENT}) {segment}"
+    once = dedup_exporters(joined, scope, "exporter_rank", SEGMENT, *labels)
+    rank = f"sum by ({scope.labels('exporter_rank', *labels)}) ({once})"
+    return dedup_exporters(rank, scope, *labels)
 
 
 def total(selector: str, scope: Scope, window: Window, *labels: str) -> str:
     """How often a counter counted within the window, births and restarts included."""
-    born = _since_birth(selector, scope, window)
-    grown = f"round(increase({selector}[{window.text}]))"
-    return fact(f"{born} >= {grown} or {grown} or {born}", scope, *labels)
+    restarted = f"resets({selector}[{window.text}]{window.at}) > 0"
+    # What a process counted before another took its target over is known to `increase` only.
+    many = f"round(increase({selector}[{window.text}]{window.at})) and {restarted}"
+    counted = f"{many} or {_counted(selector, scope, window)}"
+    return _over_segments(counted, selector, scope, window, labels)
 
 
-def newest(selector: str, scope: Scope, window: Window = RANGE) -> str:
-    """The last sample of the process of a run that started last: earlier ones are history."""
-    started = last(select(START_TIME, scope), window)
-    targets = ", ".join((*scope.by[:-1], *TARGET_LABELS))
-    by = scope.labels()
-    mine = f"({started} == on ({by}) group_left () max by ({by}) ({started}))"
-    return f"{last(selector, window)} and on ({targets}) {mine}"
+def per_interval(selector: str, scope: Scope, *labels: str) -> str:
+    """How often a counter counted in each interval of a panel: bars whose sum is the count."""
+    counted = _counted(selector, scope, INTERVAL)
+    return f"{_over_segments(counted, selector, scope, INTERVAL, labels)} > 0"
 
 
 def summed(expression: str, scope: Scope) -> str:
@@ -208,19 +241,7 @@ def summed(expression: str, scope: Scope) -> str:
 
 def rate(selector: str, scope: Scope, window: str, *labels: str) -> str:
     """Rate per second, one per run and `labels`."""
-    return fact(f"rate({selector}[{window}])", scope, *labels)
-
-
-def grown(selector: str, scope: Scope, window: str, *labels: str) -> str:
-    """How much a counter grew, one per run and `labels`; for bars, where a birth shows anyway."""
-    return fact(f"increase({selector}[{window}])", scope, *labels)
-
-
-def overhead_ratio(scope: Scope, window: str) -> str:
-    """Seconds in the guard per second of training step."""
-    guard = summed(rate(select(OVERHEAD_TIME, scope), scope, window, "check"), scope)
-    steps = summed(rate(select(STEP_TIME, scope), scope, window, "kind"), scope)
-    return f"{guard} / {steps}"
+    return dedup_exporters(f"rate({selector}[{window}])", scope, *labels)
 
 
 def first_of(*expressions: str) -> str:
@@ -235,7 +256,7 @@ def constant(expression: str, value: int) -> str:
 
 _TOKEN = re.compile(
     r"""
-    (?P<string>"(?:\\.|[^"\\])*")
+    (?P<string>"(?:\\.|[^"\\])*"|`[^`]*`)
   | (?P<open>\()
   | (?P<close>\))
   | (?P<set>\ (?:or|and|unless)\ )

@@ -30,6 +30,7 @@ def _load(name: str, folder: str) -> Any:
 
 recorded_runs = _load("recorded", "tools")
 real_servers = _load("servers", "tests/monitor")
+synthetic = _load("scrapes", "tests/monitor")
 
 
 @pytest.fixture(scope="session")
@@ -92,8 +93,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The recorded runs in a real Prometheus."""
     real_servers.binary("prometheus")
     real_servers.binary("promtool")
-    with recorded_runs.recorded_prometheus(tmp_path_factory.mktemp("recorded")) as server:
+    folder = tmp_path_factory.mktemp("recorded")
+    with recorded_runs.recorded_prometheus(folder, synthetic.everything()) as server:
         yield server
+
+
+@pytest.fixture(scope="session", name="synthetic")
+def _synthetic() -> Any:
+    """Synthetic runs, as they are loaded beside the recorded ones."""
+    return synthetic
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from sdcwatch.core.catalog import CHECKPOINTS, GUARD_STATE, START_TIME, VERDICTS
 from sdcwatch.core.records import Check, CheckpointResult, GateReason, GuardState, Outcome
-from sdcwatch.monitor.promql import CHECKPOINTS, GUARD_STATE, START_TIME, VERDICTS
 
 RUN = {"run": "short", "exporter_rank": "0"}
 
@@ -20,7 +20,10 @@ def _exposition() -> str:
     """What a young process serves that has already seen a one-off and withheld a checkpoint."""
     registry = CollectorRegistry()
     for metric, labels in (
-        (VERDICTS, {"check": Check.REPLAY.value, "outcome": Outcome.INCONCLUSIVE.value}),
+        (
+            VERDICTS,
+            {"check": Check.REPLAY.value, "outcome": Outcome.INCONCLUSIVE.value, "cause": "none"},
+        ),
         (
             CHECKPOINTS,
             {"result": CheckpointResult.WITHHELD.value, "reason": GateReason.REPLAY.value},

@@ -28,7 +28,9 @@ def _targets(dashboards: Dashboards) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _functions(expression: str, name: str) -> list[tuple[str, str]]:
     """Metric and window of each call of a function over a range."""
-    return re.findall(rf"\b{name}\((\w+?)(?:_bucket)?(?:\{{[^}}]*\}})?\[([^\]]+)\]", expression)
+    return re.findall(
+        rf"\b{name}\((\w+?)(?:_bucket)?(?:\{{(?:[^{{}}`]|`[^`]*`)*\}})?\[([^\]]+)\]", expression
+    )
 
 
 def test_rates_of_dashboards_are_over_the_rate_interval(dashboards: Dashboards) -> None:
@@ -58,7 +60,9 @@ def test_a_counter_is_never_read_at_an_instant(
 ) -> None:
     expressions = [t["expr"] for _, t in _targets(dashboards)] + [r["expr"] for r in rules]
     for expression in expressions:
-        for name, _, rest in re.findall(r"\b(sdcwatch_\w+_total)(\{[^}]*\})?(.)", expression + " "):
+        for name, _, rest in re.findall(
+            r"\b(sdcwatch_\w+_total)(\{(?:[^{}`]|`[^`]*`)*\})?(.)", expression + " "
+        ):
             assert rest == "[", f"{name} in {expression[:80]}"
 
 

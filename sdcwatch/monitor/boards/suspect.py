@@ -4,108 +4,91 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sdcwatch.core.catalog import RANK_EVIDENCE, RANK_STATE, RANK_STRIKES
 from sdcwatch.monitor import dcgm, run_queries
 from sdcwatch.monitor.boards.board import (
+    COUNTS,
     EVENTS,
-    INTERVAL,
+    FINDINGS,
     NEUTRAL,
     Board,
     Variable,
+    event_bars,
     scope_variables,
     suspects_table,
 )
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.panels import (
-    Grid,
-    Query,
-    Show,
-    color_by_suffix,
-    series_panel,
-    stat_panel,
-    timeline_panel,
-)
+from sdcwatch.monitor.panels import Grid, Query, Show, series_panel, stat_panel, timeline_panel
 from sdcwatch.monitor.promql import (
-    RANK_EVIDENCE,
-    RANK_STATE,
-    RANK_STRIKES,
-    VERDICTS,
     Scope,
     dashboard_scope,
-    fact,
-    grown,
-    last,
+    dedup_exporters,
     select,
+    variable_matcher,
 )
-from sdcwatch.monitor.theme import (
-    GREEN,
-    GREY,
-    OUTCOME_COLORS,
-    RANK_CODES,
-    RANK_LOOKS,
-    SKY,
-    VERMILLION,
-    coded,
-)
+from sdcwatch.monitor.theme import BROKEN, CAUTION, GOOD, MUTED, STATES_BY_CODE
 
-RANK_BY_CODE = coded(RANK_LOOKS, RANK_CODES)
+NO_GPU = "no GPU chosen"
+"""What a tile says where no run of the range has a state for the GPU."""
 
 
 def _device_scope(config: MonitorConfig) -> Scope:
     scope = dashboard_scope(config)
-    return replace(scope, who=("suspect_gpu", 'suspect_gpu=~"$gpu"'))
+    return replace(scope, who=("suspect_gpu", variable_matcher("gpu", label="suspect_gpu")))
 
 
 def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
-    counts = {
-        r: fact(
-            last(select(RANK_EVIDENCE, scope, result=r)),
-            scope,
-            "suspect_gpu",
-            "suspect_rank",
-            "check",
-        )
-        for r in ("mismatches", "comparisons")
-    }
-    mismatches, comparisons = (f"sum by (check) ({count})" for count in counts.values())
-    strikes = fact(last(select(RANK_STRIKES, scope)), scope, "suspect_gpu", "suspect_rank")
-    code = run_queries.rank_code(scope, "suspect_gpu", held=True)
+    device = run_queries.WHO
+    mismatches, comparisons = (
+        f"sum by (check) ({run_queries.evidence(scope, result, *device, 'check')})"
+        for result in ("mismatches", "comparisons")
+    )
+    states = run_queries.rank_state(scope, *run_queries.DEVICE)
+    named = f"max({run_queries.last_finding(scope, *device)})"
     grid.line(
         4,
         (1, 5, stat_panel(
             "State",
-            "suspect: named by a check. confirmed or dismissed: decided by a person in the ledger.",
-            Query(f"min({code})", kind="instant"),
-            show=Show(unit="none", looks=RANK_BY_CODE, empty="✔ no state"),
+            "suspect: named by a check, and nobody has closed it. closed: a person did, with "
+            "`sdcwatch close`.",
+            Query(f"min({states})", kind="instant"),
+            show=Show(unit="none", looks=STATES_BY_CODE, empty=NO_GPU),
         )),
         (2, 4, stat_panel(
-            "Runs in which suspect",
+            "Suspect in runs",
             "Runs of the range that named this GPU. Two leave little doubt.",
             Query(f"max({run_queries.gpus_by_runs(scope)})", kind="instant"),
             show=Show(
-                unit="none", decimals=0, empty="0",
-                steps=((None, GREEN), (1, GREY), (config.thresholds.offender_runs, VERMILLION)),
+                unit="none", decimals=0, empty=NO_GPU,
+                steps=((None, MUTED), (1, CAUTION), (config.thresholds.offender_runs, BROKEN)),
             ),
         )),
-        (3, 5, stat_panel(
-            "Wrong in",
+        (3, 4, stat_panel(
+            "Mismatches",
             "Comparisons (tensors, for the fingerprint check) in which it was wrong, by check, "
             "over all runs chosen.",
             Query(mismatches, "{{check}}", kind="instant"),
-            show=Show(unit="none", decimals=0, steps=EVENTS, empty="0"),
+            show=Show(unit="none", decimals=0, steps=EVENTS, empty=NO_GPU),
         )),
-        (4, 5, stat_panel(
-            "of",
+        (4, 4, stat_panel(
+            "Comparisons",
             "Comparisons it took part in when it was named, by check. All of them wrong: a broken "
             "device.",
             Query(comparisons, "{{check}}", kind="instant"),
-            show=Show(unit="none", decimals=0, steps=NEUTRAL, empty="0"),
+            show=Show(unit="none", decimals=0, steps=NEUTRAL, empty=NO_GPU),
         )),
-        (5, 5, stat_panel(
+        (5, 3, stat_panel(
+            "Last at step",
+            "The step at which a check last named it.",
+            Query(named, kind="instant"),
+            show=Show(unit="none", decimals=0, steps=NEUTRAL, empty=NO_GPU),
+        )),
+        (6, 4, stat_panel(
             "Strikes",
             "One-off mismatches that did not repeat. One is a note, several are a pattern.",
-            Query(f"sum({strikes})", kind="instant"),
-            show=Show(unit="none", decimals=0, steps=((None, GREEN), (1, SKY), (3, VERMILLION)),
-                      empty="0"),
+            Query(f"sum({run_queries.strikes(scope, *device)})", kind="instant"),
+            show=Show(unit="none", decimals=0, empty="none",
+                      steps=((None, MUTED), (0, GOOD), (1, CAUTION), (3, BROKEN))),
         )),
     )  # fmt: skip
 
@@ -115,45 +98,39 @@ def _evidence(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     grid.line(5, (10, 24, suspects_table(
         "Evidence by run and check", scope, config, with_run=True, to_suspect=False,
     )))  # fmt: skip
-    who = ("suspect_rank", "suspect_node", "suspect_gpu")
     legend = "{{run}} · rank {{suspect_rank}} · {{suspect_gpu}}"
+    who = run_queries.WHO
     grid.line(
         5,
         (11, 24, timeline_panel(
             "States over time",
             "When it became suspect in each run, and what a person decided.",
-            Query(run_queries.rank_code(scope, *who), legend),
-            show=Show(unit="none", looks=RANK_BY_CODE, empty="✔ never suspect in this range"),
+            Query(run_queries.ranks_over_time(scope, *who), legend),
+            show=Show(unit="none", looks=STATES_BY_CODE, empty="no state in this range"),
         )),
     )  # fmt: skip
-    evidence = select(RANK_EVIDENCE, scope)
-    run_scope = dashboard_scope(config)
-    found = select(VERDICTS, run_scope, outcome=run_queries.FINDINGS)
-    verdicts = series_panel(
-        "Findings of the runs chosen",
-        "Everything the checks of these runs found, whoever it was about; shows whether this GPU "
-        "was alone.",
-        Query(grown(found, run_scope, INTERVAL, "check", "outcome"), "{{check}}: {{outcome}}"),
-        show=Show(unit="none", decimals=0, steps=NEUTRAL, empty="✔ nothing found"),
-        bars=True,
-    )
+    evidence = dedup_exporters(select(RANK_EVIDENCE, scope), scope, *who, "check", "result")
+    strikes = dedup_exporters(select(RANK_STRIKES, scope), scope, *who)
     grid.line(
         8,
         (12, 8, series_panel(
-            "Wrong, of all comparisons",
+            "Mismatches among comparisons",
             "Counts that grow together: wrong every time. A gap that widens: wrong now and then.",
-            Query(
-                fact(evidence, scope, *who, "check", "result"), "{{check}}: {{result}} ({{run}})"
-            ),
-            show=Show(unit="none", decimals=0, steps=NEUTRAL, empty="✔ no evidence"),
+            Query(f"{evidence} > 0", "{{check}}: {{result}} ({{run}})"),
+            show=replace(COUNTS, empty="no evidence in this range"),
         )),
         (13, 8, series_panel(
             "Strikes over time",
             "One-off mismatches; a staircase is an intermittent fault.",
-            Query(fact(select(RANK_STRIKES, scope), scope, *who), legend),
-            show=Show(unit="none", decimals=0, steps=NEUTRAL, empty="✔ no strikes"),
+            Query(strikes, legend),
+            show=replace(COUNTS, empty="no strike in this range"),
         )),
-        (14, 8, color_by_suffix(verdicts, {o.value: c for o, c in OUTCOME_COLORS.items()})),
+        (14, 8, event_bars(
+            "Findings of the runs chosen",
+            "Everything the checks of these runs found, whoever it was about; shows whether this "
+            "GPU was alone.",
+            dashboard_scope(config), FINDINGS,
+        )),
     )  # fmt: skip
 
 
@@ -213,12 +190,15 @@ def suspect_board(config: MonitorConfig) -> Board:
     _evidence(grid, scope, config)
     _sensors(grid)
     runs = scope_variables(config, one_run=False)
-    matchers = tuple(f'{v.name}=~"${v.name}"' for v in runs)
-    gpu = Variable(name="gpu", label="GPU", metric=RANK_STATE, matchers=matchers)
+    matchers = tuple(variable_matcher(v.name) for v in runs)
+    # One GPU at a time: several would be folded into one tile. It starts at one that has a state.
+    gpu = Variable(
+        name="gpu", label="GPU", metric=RANK_STATE, of="suspect_gpu", matchers=matchers, multi=False
+    )
     return Board(
         slug="suspect",
         title="sdcwatch / Suspect",
-        description="One rank or GPU: its evidence over time, across runs, beside its sensors.",
+        description="One GPU: its evidence over time, across runs, beside its sensors.",
         variables=(*runs, gpu),
         grid=grid,
         scope=dashboard_scope(config),
