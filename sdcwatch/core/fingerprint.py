@@ -17,6 +17,7 @@ Only the tensors that differ are looked at, so the work is linear in ranks times
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -104,42 +105,46 @@ class FingerprintJudgement:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """One tensor on which replicas differ: all sides, the largest first."""
+    """One tensor on which replicas differ.
+
+    Attributes:
+        tensor: Its name.
+        sides: The largest sides, up to `SIDES_SHOWN`, the largest first: value and ranks.
+        dissenters: Ranks that differ from a strict majority.
+        strict: More than half hold the same bits.
+    """
 
     tensor: str
     sides: tuple[tuple[Fingerprint, tuple[int, ...]], ...]
-    world: int
-
-    @property
-    def strict(self) -> bool:
-        """More than half hold the same bits."""
-        return 2 * len(self.sides[0][1]) > self.world
-
-    @property
-    def dissenters(self) -> tuple[int, ...]:
-        if not self.strict:
-            return ()
-        return tuple(sorted(rank for _, ranks in self.sides[1:] for rank in ranks))
+    dissenters: tuple[int, ...]
+    strict: bool
 
     def record(self) -> Disagreement:
-        shown = self.sides[:SIDES_SHOWN]
         return Disagreement(
             tensor=self.tensor,
             dissenters=self.dissenters[:RANKS_SHOWN],
-            groups=tuple(ranks[:RANKS_SHOWN] for _, ranks in shown),
-            fingerprints=tuple(f"{plain:016x}:{weighted:016x}" for (plain, weighted), _ in shown),
+            groups=tuple(ranks[:RANKS_SHOWN] for _, ranks in self.sides),
+            fingerprints=tuple(
+                f"{plain:016x}:{weighted:016x}" for (plain, weighted), _ in self.sides
+            ),
         )
 
 
 def _column(tensor: str, column: Sequence[Fingerprint]) -> _Column | None:
     """The sides that replicas take on one tensor, or None if there is one side only."""
-    sides: dict[Fingerprint, list[int]] = {}
-    for rank, fingerprint in enumerate(column):
-        sides.setdefault(fingerprint, []).append(rank)
-    if len(sides) == 1:
+    sizes = Counter(column)
+    if len(sizes) == 1:
         return None
-    ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1][0]))
-    return _Column(tensor, tuple((f, tuple(ranks)) for f, ranks in ordered), len(column))
+    shown = sizes.most_common(SIDES_SHOWN)  # equal ones in order of their first rank
+    sides: dict[Fingerprint, list[int]] = {value: [] for value, _ in shown}
+    for rank, value in enumerate(column):
+        if value in sides:
+            sides[value].append(rank)
+    most, size = shown[0]
+    strict = 2 * size > len(column)
+    dissenters = tuple(r for r, value in enumerate(column) if value != most) if strict else ()
+    listed = tuple((value, tuple(ranks)) for value, ranks in sides.items())
+    return _Column(tensor, listed, dissenters, strict)
 
 
 def differing_facts(facts: Sequence[OptimizerFacts]) -> tuple[str, ...]:

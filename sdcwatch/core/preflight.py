@@ -290,11 +290,12 @@ def _with_facts(reason: str, facts: Sequence[str]) -> str:
 
 def _said(key: str, environments: Sequence[Mapping[str, str]]) -> str | None:
     """One fact in which ranks differ, with the ranks on each side; None if all have the same."""
-    sides: dict[str, list[int]] = {}
-    for rank, environment in enumerate(environments):
-        sides.setdefault(environment.get(key, "not set"), []).append(rank)
-    if len(sides) < 2:
+    values = [environment.get(key, "not set") for environment in environments]
+    if len(set(values)) < 2:
         return None
+    sides: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        sides.setdefault(value, []).append(rank)
     ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1][0]))
     parts = [f"{shortened(v, VALUE_SHOWN)!r} on {list_ranks(r)}" for v, r in ordered[:SIDES_SHOWN]]
     if len(ordered) > SIDES_SHOWN:
@@ -329,9 +330,11 @@ def separating_facts(
     ranks = frozenset(inside)
     found = []
     for key in _keys(environments):
-        here, there = set[str](), set[str]()
-        for rank, environment in enumerate(environments):
-            (here if rank in ranks else there).add(environment.get(key, "not set"))
+        values = [environment.get(key, "not set") for environment in environments]
+        if len(set(values)) < 2:
+            continue
+        here = {values[rank] for rank in ranks}
+        there = {value for rank, value in enumerate(values) if rank not in ranks}
         if here and there and here.isdisjoint(there):
             found.append(_said(key, environments) or "")
     return tuple(found[:FACTS_SHOWN])
