@@ -438,7 +438,7 @@ def matched_ranks(facts: AuditFacts, differing: Iterable[int] = ()) -> frozenset
 
     Args:
         facts: The audit; nobody is known to have matched without its pairing.
-        differing: Ranks that differ from the others: to match one of them says nothing.
+        differing: Ranks that differ from the others: that two of them match says nothing.
     """
     if facts.pairing is None:
         return frozenset()
@@ -447,7 +447,7 @@ def matched_ranks(facts: AuditFacts, differing: Iterable[int] = ()) -> frozenset
     pairs = (
         pair
         for pair in enumerate(facts.pairing.replayer)
-        if pair[0] not in missed and apart.isdisjoint(pair)
+        if pair[0] not in missed and not apart.issuperset(pair)
     )
     return frozenset(rank for pair in pairs for rank in pair)
 
@@ -569,14 +569,14 @@ def judge_audit(
         if facts.transport:
             also = f"; the payload of {list_ranks(facts.transport)} arrived damaged"
             judgement = replace(judgement, reason=judgement.reason + also)
-    if judgement.outcome is Outcome.PASS and history is not None and history.differing:
-        return _left_out(facts, history)
+    if judgement.outcome is Outcome.PASS and history is not None:
+        apart = history.differing - matched_ranks(facts, history.differing)
+        return _left_out(facts, tuple(sorted(apart))) if apart else judgement
     return judgement
 
 
-def _left_out(facts: AuditFacts, history: History) -> AuditJudgement:
+def _left_out(facts: AuditFacts, ranks: tuple[int, ...]) -> AuditJudgement:
     """Nothing but ranks that are known to differ did not match."""
-    ranks = tuple(sorted(history.differing))
     said = (
         f"all comparisons without {list_ranks(ranks)} matched bit for bit; {list_ranks(ranks)} "
         f"still differs; {why_apart(facts.separating)}"
