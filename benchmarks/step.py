@@ -60,11 +60,11 @@ def make(group: Any, accumulate: int, **options: Any) -> Loop:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if not options:
         return Loop(model, optimizer, lambda b: loss_fn(model, b), accumulate)
-    guard = sdcwatch.init(
-        model, optimizer, loss_fn, run_dir=tempfile.mkdtemp(), telemetry="off", console=False,
+    sdcwatch.init(
+        model, optimizer, run_dir=tempfile.mkdtemp(), telemetry="off", console=False,
         fault_domain="gpu", preflight_micro_batches=1, **options,
     )  # fmt: skip
-    return Loop(model, optimizer, guard.forward, accumulate)
+    return Loop(model, optimizer, lambda b: loss_fn(model, b), accumulate)
 
 
 def measure(rank: int, group: Any, pairs: int, accumulate: int) -> dict[str, list[float]]:

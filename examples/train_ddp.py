@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/train_ddp.py
 
-Two lines differ from an unguarded one, marked with "guard:". A student network learns what a fixed
-teacher computes, so there is nothing to download; on a machine with GPUs each rank takes one.
+One line guards it, marked with "guard:"; a second lets the checks decide about checkpoints. A
+student network learns what a fixed teacher computes, so there is nothing to download; on a machine
+with GPUs each rank takes one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,6 @@ import sdcwatch
 
 def network(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, 8))
-
-
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    inputs, targets = batch
-    return nn.functional.mse_loss(model(inputs), targets)
 
 
 def batches(steps: int, rank: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -56,18 +52,20 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     options.checkpoint_dir.mkdir(parents=True, exist_ok=True)
 
-    # guard: every rank makes one, around the whole loop
-    with sdcwatch.init(model, optimizer, loss_fn, run_dir=options.run_dir) as guard:
-        for step, batch in enumerate(batches(options.steps, dist.get_rank(), device), start=1):
-            optimizer.zero_grad()
-            loss = guard.forward(batch)  # guard: instead of loss_fn(model, batch)
-            loss.backward()
-            optimizer.step()
-            if step % 200 == 0:
-                path = options.checkpoint_dir / f"step-{step}.pt"
-                guard.save_checkpoint(lambda path=path: torch.save(model.state_dict(), path))
-                if dist.get_rank() == 0:
-                    print(f"step {step}: loss {loss.item():.4f}")
+    # guard: every rank makes one, after DDP and the optimizer
+    guard = sdcwatch.init(model, optimizer, run_dir=options.run_dir)
+    for step, (x, y) in enumerate(batches(options.steps, dist.get_rank(), device), start=1):
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 200 == 0:
+            path = options.checkpoint_dir / f"step-{step}.pt"
+            # guard: every rank calls it, and rank 0 saves if every check stands behind it
+            guard.save_checkpoint(lambda path=path: torch.save(model.state_dict(), path), path=path)
+            if dist.get_rank() == 0:
+                print(f"step {step}: loss {loss.item():.4f}")
+    guard.close()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sdcwatch.checks.replaying import replaying
     from sdcwatch.config import GuardConfig, TelemetryConfig
     from sdcwatch.core.records import Check, Outcome, Verdict
     from sdcwatch.errors import (
@@ -40,6 +41,7 @@ _HOMES = {
     "TelemetryConfig": "sdcwatch.config",
     "Verdict": "sdcwatch.core.records",
     "init": "sdcwatch.guard.api",
+    "replaying": "sdcwatch.checks.replaying",
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "TelemetryConfig",
     "Verdict",
     "init",
+    "replaying",
 ]
 
 

@@ -172,14 +172,16 @@ class GuardConfig:
             between replicas by design.
         preflight_micro_batches: Micro-batches recomputed before arming.
         deadline_seconds: Soft deadline of the guard's own collectives.
-        hang_seconds: Time that the forward of `loss_fn` or a backward may take before the
-            liveness check.
+        hang_seconds: Time that a backward may take before the liveness check.
         on_hang: "report", or "exit" with code 84 after the liveness check.
         node: Name of this rank's node; default `SDCWATCH_NODE`, else the host name.
         instance_id: What a replacement request names; default `SDCWATCH_INSTANCE_ID`, else the
             host name.
         gpu_uuid: UUID of this rank's device; default read from the device.
         seed: Seed of the pairing.
+        scaler: The GradScaler of the loop; found by itself where there is one.
+        max_payload_mb: Largest micro-batch, in MiB, that an audit may send, and the most that a
+            step may keep for a replay; beyond it coverage is off, or that audit is not run.
         comm_hook: ``(state, hook)`` of your own DDP communication hook, composed with the guard's.
         telemetry: Where records go; "off" for events.jsonl alone.
         console: Print one line per event on the leader.
@@ -206,6 +208,8 @@ class GuardConfig:
     instance_id: str | None = None
     gpu_uuid: str | None = None
     seed: int = 0
+    scaler: Any = None
+    max_payload_mb: int = 1024
     comm_hook: tuple[object, Callable[..., Any]] | None = None
     telemetry: TelemetryConfig | Literal["off"] = field(default_factory=TelemetryConfig)
     console: bool = True
@@ -215,7 +219,7 @@ class GuardConfig:
         require_types(self)
         for name in ("audit_every", "fingerprint_every", "checkpoint_every"):
             _positive(name, getattr(self, name), optional=True)
-        for name in ("max_consecutive_skips", "preflight_micro_batches"):
+        for name in ("max_consecutive_skips", "preflight_micro_batches", "max_payload_mb"):
             _positive(name, getattr(self, name))
         _one_of("quorum", str(self.quorum), ("2", "3"))
         for name in ("start_step", "max_audit_age"):
@@ -243,6 +247,7 @@ class GuardConfig:
         expect(not unknown, f"options among {sorted(names)}", unknown, do)
         values = {n: os.environ[v] for n in names if (v := f"SDCWATCH_{n.upper()}") in os.environ}
         values.pop("comm_hook", None)
+        values.pop("scaler", None)
         return cls(**{**{n: _parse(n, v) for n, v in values.items()}, **arguments})
 
 
@@ -273,6 +278,8 @@ class GuardOptions(TypedDict, total=False):
     instance_id: str | None
     gpu_uuid: str | None
     seed: int
+    scaler: Any
+    max_payload_mb: int
     comm_hook: tuple[object, Callable[..., Any]] | None
     telemetry: TelemetryConfig | Literal["off"]
     console: bool
@@ -286,6 +293,7 @@ _INTEGERS = frozenset(
         "fingerprint_every",
         "max_audit_age",
         "max_consecutive_skips",
+        "max_payload_mb",
         "preflight_micro_batches",
         "quorum",
         "seed",

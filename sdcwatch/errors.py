@@ -88,7 +88,8 @@ class Desync(SdcwatchError, SystemExit):
         places = ", ".join(f"rank {rank}: {at}" for rank, at in sorted(self.positions.items()))
         super().__init__(
             f"Expected every rank at the same operation of the guard, but got {places}. "
-            "Call guard.forward, backward and save_checkpoint on every rank, in the same order."
+            "Make the same calls on every rank, in the same order: save_checkpoint and may_save "
+            "too, never inside `if rank == 0`."
         )
         self.code = self.exit_code
 

@@ -31,12 +31,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of one micro-batch. On audit steps another rank recomputes it: hide no state."""
-    inputs, targets = batch
-    return nn.functional.mse_loss(model(inputs), targets)
-
-
 def batches(steps: int, rank: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of noise: stands for your data loader."""
     draw = torch.Generator().manual_seed(rank)
@@ -61,18 +55,19 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     with sdcwatch.init(
         model,
         optimizer,
-        loss_fn,
         checkpoint_every=options.checkpoint_every,
         run_dir=options.run_dir,
         telemetry=telemetry,
     ) as guard:
-        for step, batch in enumerate(batches(options.steps, dist.get_rank(), device), start=1):
-            optimizer.zero_grad()
-            guard.forward(batch).backward()
+        for step, (x, y) in enumerate(batches(options.steps, dist.get_rank(), device), start=1):
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
+            guard.record_loss(loss)
             if step % options.checkpoint_every == 0:
                 path = options.checkpoint_dir / f"step-{step:07d}.pt"
-                guard.save_checkpoint(lambda path=path: save(layers, path))
+                guard.save_checkpoint(lambda path=path: save(layers, path), path=path)
 
 
 def save(layers: nn.Module, path: Path) -> None:

@@ -1,142 +1,94 @@
-"""Remembers one forward and backward of this rank so that another rank can repeat them.
+"""Remembers the calls of a module and the gradients that arrive at their outputs.
 
-Between `Capture.begin` and `Pending.attach_loss` the training loop runs `loss_fn`; then its
-backward runs; then `Pending.finish` gives the micro-batch, the digest of the loss and the digests
-of the gradients. Several forwards may be open at once; those whose losses go into one backward
-share its gradients (see `sdcwatch.checks.payload.join`).
+`CallCapture` hooks the module that DDP wraps. The training loop stays as it is: no output is
+replaced, no number, no graph and no exception of the user's changes.
 
-**Cost.** Off audit steps: two RNG states, a copy of the batch's containers and one tensor hook,
-some ten microseconds. On audit steps also a clone of the batch and of the buffers at every call,
-and one digest per gradient.
+**In order, on every step**
 
-**What it cannot see.** Generators of the user's own, state in closures, and tensors that are
-neither parameters, nor buffers, nor in the batch.
+1. A call begins: references to its inputs (with their versions, so that an overwritten one is
+   known), generators, autocast. `audit()` is asked here; on an audit step inputs and state are
+   copied, and weights are fingerprinted.
+2. It ends: each tensor that it returned gets a prehook on its *node*, which runs after every hook
+   of the user's and, unlike an identity in between, leaves the user with the graph that there was.
+3. The first gradient that arrives calls `on_gradient()`, once per backward that adds to the
+   gradients of the module: the place to queue a callback (`torch_internals.at_end_of_backward`).
+4. In that callback `end_backward()` returns a `Backward`: the calls that got a gradient as a
+   `MicroBatch`, and on audit steps digests, side doors and weights. `keep()` sets one of an
+   accumulation aside; `take_kept()` hands them out.
+
+It is idle under `no_grad`, inside `torch.func`, in a replay, and in `torch.autograd.grad`, which
+adds to no gradient. Nothing here waits for the device, and nothing raises: what goes wrong is in
+`MicroBatch.problem`.
+
+**A call** is one from outside the module: what it calls itself is part of it. **A window** belongs
+to one graph task of the engine; one that runs inside is a reentrant checkpoint. **Memory**: nothing
+here keeps a graph alive. A call is forgotten when its graph is.
+
+**Cost** of a plain call: under 100 µs with up to three outputs.
 """
 
 from __future__ import annotations
 
-import random
+import copy
+import functools
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from sdcwatch.checks.fingerprint import digest_tensor, to_pairs
-from sdcwatch.checks.gradients import GradientHooks, GradientLog
-from sdcwatch.checks.payload import (
-    AutocastState,
-    Buffers,
-    MicroBatch,
-    NotTransportable,
-    RngState,
-    clone_batch,
-    faithful_clone,
-    fingerprint_batch,
-    shallow_copy,
+from sdcwatch.checks import torch_internals as internals
+from sdcwatch.checks.calling import redirected_method
+from sdcwatch.checks.captured import (
+    Alive,
+    Arrivals,
+    Backward,
+    BackwardWindow,
+    CallRecord,
+    InertCopyHook,
+    Kept,
 )
+from sdcwatch.checks.fingerprint import combine, digest_tensors, salt
+from sdcwatch.checks.module_state import (
+    HostGenerators,
+    StateWatch,
+    numeric_environment,
+    read_autocast,
+    read_generators,
+)
+from sdcwatch.checks.nonfinite import probe
+from sdcwatch.checks.reading import (
+    digest_each,
+    find_call_graphs,
+    gradient_table,
+    make_micro_batch,
+    output_digests,
+)
+from sdcwatch.checks.replaying import replaying
+from sdcwatch.checks.serialise import NotTransportable, Scope, freeze, tensors_in
+from sdcwatch.checks.side_doors import find_side_doors
+from sdcwatch.checks.torch_internals import Edge, RunningBackward
+from sdcwatch.errors import ConfigurationError
 
-_WATCHED_STEPS = 3
-
-
-class Captured(NamedTuple):
-    """What one finished forward and backward left.
-
-    Attributes:
-        micro_batch: What another rank needs to repeat it.
-        loss: Digest of the loss; None off audit steps.
-        gradients: int64 (n, 2), one digest per parameter; None off audit steps and without a
-            backward.
-    """
-
-    micro_batch: MicroBatch
-    loss: tuple[int, int] | None
-    gradients: Tensor | None
-
-
-class _Removable(Protocol):
-    def remove(self) -> None: ...
-
-
-def device_rng_state(device: torch.device) -> Tensor | None:
-    """The state of the device's default generator; None on a CPU."""
-    if device.type == "cpu":
-        return None
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+_NOT_KEPT = "the micro-batch was not kept: it is larger than the limit"
 
 
-def autocast_state(device: torch.device) -> AutocastState:
-    """Autocast of the CPU and of the device's type."""
-    types = dict.fromkeys(("cpu", device.type))
-    return AutocastState(
-        tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-def graph_nodes(loss: Tensor) -> Iterator[Node]:
-    """Every node of the graph behind `loss`, once."""
-    waiting = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-
-
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Whether a checkpoint that runs a backward of its own is in the graph of `loss`.
-
-    Such a checkpoint refuses `torch.autograd.grad`. It is a custom function, and every known one
-    (torch, fairscale, Megatron) has "Checkpoint" in its name.
-    """
-    return any("Checkpoint" in node.name() for node in graph_nodes(loss))
-
-
-class HostRngWatch:
-    """Finds out whether `loss_fn` advances Python's or NumPy's generator.
-
-    Reading both costs more than all the rest of a capture, so it is done in the first steps and
-    after that only where one of them moved, or when asked.
-    """
-
-    def __init__(self, steps: int = _WATCHED_STEPS) -> None:
-        self._left = steps
-        self.python = False
-        self.numpy = False
-
-    def read(self, *, always: bool) -> tuple[Any, Any]:
-        """States of Python's and NumPy's generators, None where they need not be known."""
-        every = always or self._left > 0
-        return (
-            random.getstate() if every or self.python else None,
-            np.random.get_state() if every or self.numpy else None,
-        )
-
-    def compare(self, python: Any, numpy: Any) -> tuple[Any, Any]:
-        """Note which generator moved since `read`; return the states that a replay needs."""
-        self._left = max(0, self._left - 1)
-        if python is not None and not self.python:
-            self.python = random.getstate() != python
-        if numpy is not None and not self.numpy:
-            now = np.random.get_state()
-            self.numpy = not all(np.array_equal(a, b) for a, b in zip(now, numpy, strict=True))
-        return python if self.python else None, numpy if self.numpy else None
-
-
-class Capture:
-    """Opens one `Pending` per forward of this rank.
+class CallCapture:
+    """Captures the calls of one module, see the head of this file.
 
     Args:
-        module: The bare module, as the replaying rank will call it.
+        module: The bare module, as DDP calls it.
         parameters: Name and parameter, in the order of the digests.
         device: Device of the module.
+        on_gradient: Called inside a backward at its first gradient.
+        audit: Whether the call that begins is to be audited.
+        max_kept_bytes: What plain steps and `keep` may hold at most.
     """
 
     def __init__(
@@ -144,186 +96,498 @@ class Capture:
         module: nn.Module,
         parameters: Sequence[tuple[str, nn.Parameter]],
         device: torch.device,
+        *,
+        on_gradient: Callable[[], None] = lambda: None,
+        audit: Callable[[], bool] = lambda: False,
+        max_kept_bytes: int = 1 << 30,
     ) -> None:
-        self.module = module
-        self.device = device
-        self._parameters = [parameter for _, parameter in parameters]
-        self._host_rng = HostRngWatch()
-        self._reentrant = False
-        self._open: list[Pending] = []
-        self._hooks: GradientHooks | None = None
-        self._log: GradientLog | None = None
+        self.module, self.device = module, device
+        self.named = tuple(parameters)
+        self.scope = Scope(module, device)
+        self.state = StateWatch(module, self.scope)
+        self._parameters = [p for _, p in self.named]
+        self._salts = tuple(salt(n, p) for n, p in self.named)
+        self._on_gradient, self._audit = on_gradient, audit
+        self._max_kept_bytes = max_kept_bytes
+        self._thread = threading.local()
+        self._host = HostGenerators()
+        self._records: list[CallRecord] = []
+        self._window: BackwardWindow | None = None
+        self._ignored = -1
+        self._leaf_hooks: list[Any] = []
+        self._leaves: dict[Node, int] = {}
+        self._kept: deque[Backward] = deque()
+        self._dropped = 0
+        self._handles: list[Any] = []
+        self._wrapped: Callable[..., Any] | None = None
+        self._region: tuple[Node | None, int, int] = (None, 0, 0)
+        self._signatures: dict[str, None] = {}
+        self._key = f"sdcwatch.{id(self)}"
+        self.compiled = internals.is_compiled(module)
+        self.failure = ""
 
-    def begin(self, batch: Any, *, audit: bool) -> Pending:
-        """Remember the state before a forward. Call it right before `loss_fn`; never raises."""
-        pending = Pending(self, batch, audit=audit)
-        self._open.append(pending)
-        if audit and self._hooks is None:
-            self._hooks = GradientHooks(self._parameters, self._arrived)
-        return pending
+    # --- on and off ---
 
-    def end_backward(self) -> None:
-        """Say that a backward has ended: later gradients belong to another one."""
-        self._log = None
+    def attach(self) -> None:
+        """Put the hooks on. Needs no other rank; may be called again.
 
-    def abort(self) -> None:
-        """Forget every open forward and take every hook off, in any state."""
-        for pending in tuple(self._open):
-            pending.abort()
-        self.end_backward()
-
-    def _arrived(self, index: int, gradient: Tensor) -> None:
-        if self._log is not None:
-            self._log.add(index, gradient)
-
-    def _join_backward(self) -> GradientLog:
-        if self._log is None:
-            self._log = GradientLog(len(self._parameters))
-        return self._log
-
-    def _close(self, pending: Pending) -> None:
-        if pending in self._open:
-            self._open.remove(pending)
-        if self._hooks is not None and not any(p.audit for p in self._open):
-            self._hooks.remove()
-            self._hooks = None
-
-
-class Pending:
-    """One forward that has begun, until `finish` or `abort`.
-
-    Attributes:
-        audit: Whether digests are taken.
-        backwards: How often a gradient has arrived at the loss.
-        changed_in_place: Whether `loss_fn` changed its batch in place; the micro-batch holds the
-            copy taken before (audit steps).
-        problem: Why the batch cannot travel, or "".
-    """
-
-    def __init__(self, capture: Capture, batch: Any, *, audit: bool) -> None:
-        self.audit = audit
-        self.backwards = 0
-        self.changed_in_place = False
-        self.problem = ""
-        self._capture = capture
-        self._handles: list[_Removable] = []
-        self._buffers: list[Buffers] = []
-        self._training: tuple[bool, ...] = ()
-        self._before: tuple[bytes, Tensor] | None = None
-        self._given = batch if audit else None
-        self._loss_digest: Tensor | None = None
-        self._loss_gradient: Tensor | None = None
-        self._backward_autocast: AutocastState | None = None
-        self._log: GradientLog | None = None
-        self._on_gradient: Callable[[Pending], None] | None = None
-        self._batch = self._copy(batch)
-        if audit:
-            self._watch_module(capture.module)
-        self._autocast = autocast_state(capture.device)
-        self._grad_mode = torch.is_grad_enabled()
-        python, numpy = capture._host_rng.read(always=audit)
-        self._rng = RngState(torch.get_rng_state(), device_rng_state(capture.device), python, numpy)
-
-    @property
-    def loss_gradient(self) -> Tensor | None:
-        """The gradient that arrived at the loss last; None before the backward, and once closed."""
-        return self._loss_gradient
-
-    def attach_loss(
-        self, loss: Tensor, on_gradient: Callable[[Pending], None] | None = None
-    ) -> None:
-        """Remember the loss. Call it right after `loss_fn`.
-
-        Args:
-            loss: What `loss_fn` returned.
-            on_gradient: Called inside the backward, each time a gradient arrives at the loss.
+        Raises:
+            ConfigurationError: The module takes no hooks.
         """
-        self._unhook()
-        rng = self._rng
-        python, numpy = self._capture._host_rng.compare(rng.python, rng.numpy)
-        self._rng = RngState(rng.torch_cpu, rng.device, python, numpy)
-        if self.audit:
-            self._loss_digest = digest_tensor(loss.detach())
-            self._capture._reentrant = has_reentrant_checkpoint(loss)
-            self._compare_batch()
-        if loss.requires_grad:
-            self._on_gradient = on_gradient
-            handle = loss.register_hook(self._gradient_arrived)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-
-    def finish(self) -> Captured:
-        """Close after the backward and return what was captured; waits for the device.
-
-        Call it at the end of the backward, before another one begins.
-        """
-        gradients = None if self._log is None else self._log.table(self._capture.device)
-        loss = None if self._loss_digest is None else to_pairs(self._loss_digest[None])[0]
-        micro_batch = MicroBatch(
-            batch=self._batch,
-            rng=self._rng,
-            autocast=self._autocast,
-            grad_mode=self._grad_mode,
-            training=self._training,
-            buffers=tuple(self._buffers),
-            loss_gradient=self._loss_gradient,
-            backward_autocast=self._backward_autocast,
-            calls=max(0, len(self._buffers) - 1),
-            reentrant=self._capture._reentrant,
-        )
-        if self._log is not None and self._log is self._capture._log:
-            self._capture.end_backward()
-        self.abort()
-        return Captured(micro_batch, loss, gradients)
-
-    def abort(self) -> None:
-        """Forget everything and take every hook off, in any state; may be called again."""
-        self._unhook()
-        self._capture._close(self)
-        self._batch = self._given = self._before = self._on_gradient = None
-        self._log = self._loss_gradient = None
-        self._buffers = []
-
-    def _copy(self, batch: Any) -> Any:
-        if self.audit:
-            try:
-                self._before = fingerprint_batch(batch)
-                return clone_batch(batch)
-            except NotTransportable as error:
-                self.problem = str(error)
-            except Exception as error:  # a tensor kind that cannot be cloned or digested
-                self.problem = f"{type(error).__name__}: {error}"
-            self._before = None
-        return shallow_copy(batch)
-
-    def _compare_batch(self) -> None:
-        if self._before is None:
+        if self._handles or self._wrapped is not None:
             return
-        try:
-            structure, digests = fingerprint_batch(self._given)
-        except Exception:  # what pickled before and does not now has changed
-            self.changed_in_place = True
-        else:
-            same = structure == self._before[0] and torch.equal(digests, self._before[1])
-            self.changed_in_place = not same
-        self._given = None
+        if isinstance(self.module, torch.jit.ScriptModule):
+            msg = (
+                "Expected a module written in Python, but got a scripted one, which takes no hooks."
+                " Wrap it in an nn.Module that calls it."
+            )
+            raise ConfigurationError(msg)
+        inner = internals.compiled_call(self.module)
+        if inner is None:
+            before = self.module.register_forward_pre_hook(
+                InertCopyHook(self._begin), prepend=True, with_kwargs=True
+            )
+            after = self.module.register_forward_hook(
+                InertCopyHook(self._end), with_kwargs=True, always_call=True
+            )
+            self._handles += [before, after]
+            return
+        self._wrapped = inner
+        internals.set_compiled_call(self.module, self._around(inner))
 
-    def _watch_module(self, module: nn.Module) -> None:
-        self._training = tuple(m.training for m in module.modules())
-        self._keep_buffers(module)
-        self._handles.append(module.register_forward_pre_hook(self._keep_buffers))
-
-    def _keep_buffers(self, module: nn.Module, *_: object) -> None:
-        self._buffers.append({n: faithful_clone(b) for n, b in module.named_buffers()})
-
-    def _gradient_arrived(self, gradient: Tensor) -> None:
-        self.backwards += 1
-        self._loss_gradient = gradient.detach().clone()
-        self._backward_autocast = autocast_state(self._capture.device)
-        if self.audit:
-            self._log = self._capture._join_backward()
-        if self._on_gradient is not None:
-            self._on_gradient(self)
-
-    def _unhook(self) -> None:
+    def detach(self) -> None:
+        """Take every hook off, in any state; may be called again."""
         while self._handles:
             self._handles.pop().remove()
+        if self._wrapped is not None:
+            internals.set_compiled_call(self.module, self._wrapped)
+            self._wrapped = None
+        self.abort()
+
+    def abort(self) -> None:
+        """Forget every call and every backward, in any state."""
+        self._records.clear()
+        self._close_window()
+        self._kept.clear()
+        self._dropped = 0
+
+    def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        # Hooks of a module compiled by `module.compile()` would be traced with it.
+        begin = internals.hidden_from_compiler(self._begin)
+        end = internals.hidden_from_compiler(self._end)
+        module = self.module
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin(module, args, kwargs)
+            out = None
+            try:
+                out = inner(*args, **kwargs)
+            finally:
+                end(module, args, kwargs, out)
+            return out
+
+        return call
+
+    # --- a call ---
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        local = self._thread
+        depth = getattr(local, "depth", 0)
+        if depth and self._wrapped is None:
+            # A KeyboardInterrupt in a call skips the hook at its end.
+            depth = min(depth, internals.calls_in_progress(module) - 1)
+        local.depth = depth + 1
+        if depth:
+            return
+        local.open = None
+        if internals.in_functorch():
+            return
+        if self.compiled:
+            self._note_signature(args, kwargs)
+        if not torch.is_grad_enabled() or replaying():
+            return
+        try:
+            local.open = self._open(args, kwargs)
+        except Exception as error:
+            self._failed(error)
+
+    def _open(self, args: Any, kwargs: Any) -> CallRecord:
+        if self._window is not None and internals.current_graph_task() < 0:
+            self._close_window()  # its backward ended in an exception
+        audit = self._audit()
+        if not audit:
+            record = CallRecord(_containers(args), _containers(kwargs), audit=False)
+            self._open_plain(record)
+            return record
+        with internals.dispatch_modes_off():
+            record = CallRecord(args, kwargs, audit=True)
+            self._open_plain(record)
+            self._open_audit(record)
+        return record
+
+    def _open_plain(self, record: CallRecord) -> None:
+        record.generators = self._host.read(self.device, always=record.audit)
+        record.autocast = read_autocast(self.device)
+        record.region = self._region_number(record)
+        record.method = redirected_method(self.module)
+        needing = [t for t, _ in record.versions if t.requires_grad]
+        record.input_edges = tuple(map(internals.edge_of, needing))
+
+    def _open_audit(self, record: CallRecord) -> None:
+        state = self.state.read()
+        held = tensors_in((dict(state.attributes), dict(state.buffers)))
+        carried = [t for t in held if t.requires_grad and t.grad_fn is not None]
+        record.state_edges = tuple(map(internals.edge_of, carried))
+        record.environment = numeric_environment()
+        record.weights = self.weights()
+        try:
+            record.frozen = freeze((record.args, record.kwargs, state), self.scope)
+        except NotTransportable as error:
+            record.problem = str(error)
+        record.args = record.kwargs = None  # the copy stands for them
+        record.versions = []
+        self._hook_leaves()
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        local = self._thread
+        local.depth = max(0, getattr(local, "depth", 1) - 1)
+        if local.depth or internals.in_functorch():
+            return
+        collected = getattr(local, "collected", None)
+        if replaying():
+            if collected is not None:
+                collected.append(out)
+            return
+        record, local.open = getattr(local, "open", None), None
+        if record is None or out is None or not torch.is_grad_enabled():
+            return
+        try:
+            self._finish(record, out)
+        except Exception as error:
+            self._failed(error)
+
+    def _finish(self, record: CallRecord, out: Any) -> None:
+        self._sweep()
+        self._host.learn(record.generators)
+        if record.audit:
+            record.generators_after = read_generators(self.device)
+        tensors = outputs_of(out)
+        record.outputs = len(tensors)
+        if not tensors:
+            return
+        alive = Alive()
+        record.alive = weakref.ref(alive)
+        inner = self._look_inside(record, tensors) if record.audit else {}
+        inputs = set(record.input_edges)
+        places: set[tuple[int, int]] = set()
+        upstream = {e.node for e in (*record.input_edges, *record.state_edges)}
+        for number, tensor in enumerate(tensors):
+            edge = internals.edge_of(tensor)
+            place = (id(edge.node), edge.number)
+            if edge in inputs or place in places or edge.node in upstream:
+                continue
+            self._hook_output(record, number, edge, alive, inner)
+            places.add(place)
+        record.input_edges = record.state_edges = ()
+        with internals.dispatch_modes_off():
+            with torch.no_grad():
+                dense = [t for t in tensors if t.layout is torch.strided]
+                record.probes = [_sum(t) for t in dense]
+                scalars = [p for t, p in zip(dense, record.probes, strict=True) if t.numel() == 1]
+                record.scalar = scalars[0] if len(scalars) == 1 else None
+            if record.audit:
+                record.digests = digest_each(tensors)
+        self._records.append(record)
+
+    def _hook_output(
+        self,
+        record: CallRecord,
+        number: int,
+        edge: Edge,
+        alive: Alive,
+        inner: dict[tuple[Node, int], list[tuple[Node, int]]],
+    ) -> None:
+        leaf = self._leaves.get(edge.node) if record.audit else None
+        index = edge.number  # a hook that held the edge would keep its own node alive for good
+        for node, place in inner.get((edge.node, index), ()):
+            node.register_hook(
+                lambda gradients, _, at=place: self._part(record, number, gradients[at], leaf)
+            )
+        if internals.accumulates(edge.node):
+            if leaf is not None:
+                record.returned_leaves.append(leaf)
+            return
+        internals.tags_of(edge.node, self._key).append((alive, "output", index))
+        edge.node.register_prehook(
+            lambda gradients: self._arrived(record, number, gradients[index])
+        )
+
+    def _look_inside(
+        self, record: CallRecord, tensors: Sequence[Tensor]
+    ) -> dict[tuple[Node, int], list[tuple[Node, int]]]:
+        """Which nodes inside the call read each output; marks what lies behind its inputs."""
+        upstream = {e.node for e in (*record.input_edges, *record.state_edges)}
+        carried = {e.node for e in record.state_edges}
+        for node in upstream:
+            if not internals.accumulates(node):
+                kind = "carried" if node in carried else "input"
+                internals.tags_of(node, self._key).append((record, kind, 0))
+        edges = [internals.edge_of(t) for t in tensors]
+        if len(edges) == 1 and not internals.accumulates(edges[0].node):
+            return {}
+        wanted = set(edges)
+        readers: dict[tuple[Node, int], list[tuple[Node, int]]] = {}
+        starts = [e.node for e in edges if e.node not in upstream]
+        for node in internals.walk(starts, lambda n: n in upstream):
+            for place, (following, index) in enumerate(node.next_functions):
+                if following is not None and Edge(following, index) in wanted:
+                    readers.setdefault((following, index), []).append((node, place))
+        return readers
+
+    def _note_signature(self, args: Any, kwargs: Any) -> None:
+        told = [torch.is_grad_enabled(), self.module.training]
+        shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in tensors_in((args, kwargs))]
+        self._signatures.setdefault(repr((told, shapes)), None)
+
+    def _region_number(self, record: CallRecord) -> int:
+        """The same number for calls that share one region of autocast and its casts."""
+        if not any(enabled for _, enabled, _ in record.autocast.kinds):
+            return 0
+        with internals.dispatch_modes_off():
+            node = internals.cached_cast(self.device.type)
+        if node is None:
+            return 0
+        known, number, versions = self._region
+        now = sum(p._version for p in self._parameters)
+        if node is not known:
+            number, versions = number + 1, now
+            self._region = (node, number, versions)
+        if now != versions:
+            record.problem = "the autocast region is older than the weights, and so are its casts"
+        return number
+
+    def _sweep(self) -> None:
+        """Forget calls whose graph is gone; one may have kept another's alive."""
+        while any(record.dead for record in self._records):
+            self._records = [record for record in self._records if not record.dead]
+
+    def _failed(self, error: Exception) -> None:
+        self.failure = self.failure or f"{type(error).__name__}: {error}"
+
+    # --- a backward ---
+
+    def _hook_leaves(self) -> None:
+        if self._leaf_hooks:
+            return
+        for number, parameter in enumerate(self._parameters):
+            if not parameter.requires_grad:
+                continue
+            node = internals.edge_of(parameter).node
+            self._leaves[node] = number
+            self._leaf_hooks.append(
+                node.register_prehook(
+                    lambda gradients, at=number: self._arrived_at_leaf(at, gradients[0])
+                )
+            )
+
+    def _join(self) -> BackwardWindow | None:
+        """The window that a gradient belongs to; None where it adds to nothing."""
+        task = internals.current_graph_task()
+        window = self._window
+        if window is not None:
+            if task == window.task or task in window.inside:
+                return window
+            if len(internals.running_backwards()) > 1:
+                window.inside.add(task)
+                return window
+            self._close_window()  # its backward ended in an exception
+        if task == self._ignored or replaying() or internals.in_functorch():
+            return None
+        if not self._accumulates():
+            self._ignored = task
+            return None
+        self._window = BackwardWindow(task, len(self._parameters), self.device)
+        self._on_gradient()
+        return self._window
+
+    def _accumulates(self) -> bool:
+        """Whether the backward that runs adds to a gradient of the module."""
+        trained = [p for p in self._parameters if p.requires_grad]
+        if internals.will_accumulate(internals.edge_of(p).node for p in trained):
+            return True
+        # A reentrant checkpoint hides what is in it until its own backward has begun.
+        return bool(trained) and any(
+            any(map(internals.is_reentrant_checkpoint, internals.walk(running.roots)))
+            for running in internals.running_backwards()
+            if running.accumulates
+        )
+
+    def _arrived(self, record: CallRecord, number: int, gradient: Tensor | None) -> None:
+        window = self._join()
+        if window is None or gradient is None:
+            return
+        try:
+            with internals.dispatch_modes_off():
+                self._note_arrival(window, record, number, gradient.detach())
+        except Exception as error:
+            record.problem = record.problem or f"{type(error).__name__}: {error}"
+
+    def _note_arrival(
+        self, window: BackwardWindow, record: CallRecord, number: int, gradient: Tensor
+    ) -> None:
+        arrivals = window.arrivals.setdefault(record, Arrivals())
+        if gradient.layout is torch.strided:
+            window.probes.append(probe(gradient))
+        if record.audit:
+            arrivals.totals[number] = freeze(gradient, self.scope)
+            return
+        window.kept_bytes += gradient.numel() * gradient.element_size()
+        if window.kept_bytes > self._max_kept_bytes:
+            record.problem = record.problem or _NOT_KEPT
+            return
+        arrivals.totals[number] = gradient
+        arrivals.versions.append((gradient, gradient._version))
+
+    def _part(
+        self, record: CallRecord, number: int, gradient: Tensor | None, leaf: int | None
+    ) -> None:
+        window = self._join()
+        if window is None:
+            return
+        arrivals = window.arrivals.setdefault(record, Arrivals())
+        if gradient is None:
+            return
+        with internals.dispatch_modes_off():
+            copied = gradient.detach().clone()
+        if leaf is not None:
+            arrivals.leaves.setdefault(leaf, []).append(copied)
+        else:
+            arrivals.inner.setdefault(number, []).append(copied)
+
+    def _arrived_at_leaf(self, number: int, gradient: Tensor | None) -> None:
+        window = self._join()
+        if window is None or gradient is None:
+            return
+        try:
+            with internals.dispatch_modes_off():
+                window.log.add(number, gradient.detach())
+        except Exception as error:
+            self._failed(error)
+
+    def end_backward(self) -> Backward | None:
+        """Close the window, at the end of the backward; None where no gradient has arrived.
+
+        Needs no other rank and does not wait for the device. Call it in the callback that
+        `on_gradient` has queued.
+        """
+        window = self._window
+        if window is None:
+            return None
+        running = internals.running_backwards()
+        try:
+            with internals.dispatch_modes_off():
+                return self._read_window(window, running)
+        finally:
+            if not any(backward.retains_graph for backward in running):
+                for record in window.arrivals:
+                    record.release()
+            self._close_window()
+
+    def _read_window(self, window: BackwardWindow, running: Sequence[RunningBackward]) -> Backward:
+        arrivals = {r: window.arrivals[r] for r in self._records if r in window.arrivals}
+        audited = bool(self._leaf_hooks) and all(record.audit for record in arrivals)
+        # Copies of the records: the records themselves let go of their inputs.
+        held = {copy.copy(record): a for record, a in arrivals.items()}
+        probes = [s for record in arrivals for s in record.probes]
+        backward = Backward(
+            len(arrivals),
+            audited,
+            sum(r.held_bytes + a.held_bytes for r, a in held.items()),
+            functools.partial(
+                make_micro_batch, window, held, self.state, self.signatures, self.failure
+            ),
+            probes=_stacked(probes, self.device),
+            arrived=_stacked(window.probes, self.device),
+            loss=next((r.scalar for r in reversed(list(arrivals))), None),
+        )
+        if not audited:
+            return backward
+        calls = [record.weights for record in arrivals if record.weights is not None]
+        roots = [root for one in running for root in one.roots]
+        graphs = find_call_graphs(roots, arrivals, self._key, self._leaves)
+        names = {node: self.named[number][0] for node, number in self._leaves.items()}
+        return replace(
+            backward,
+            outputs=output_digests(arrivals, self.device),
+            gradients=gradient_table(window, arrivals, self.device),
+            doors=find_side_doors(roots, graphs, names),
+            roots_known=bool(roots),
+            weights=torch.stack([*calls, self.weights()]),
+        )
+
+    def _close_window(self) -> None:
+        self._window = None
+        if not any(r.audit and not r.released for r in self._records):
+            while self._leaf_hooks:
+                self._leaf_hooks.pop().remove()
+            self._leaves = {}
+
+    # --- what stays ---
+
+    def weights(self) -> Tensor:
+        """The fingerprint of all weights now, int64 (2,), on the device; does not wait."""
+        return combine(digest_tensors([p.detach() for p in self._parameters]), self._salts)
+
+    def keep(self, backward: Backward) -> None:
+        """Set aside a backward of a step that goes on; the earliest go when it gets too much."""
+        self._kept.append(backward)
+        while sum(kept.held_bytes for kept in self._kept) > self._max_kept_bytes:
+            self._kept.popleft()
+            self._dropped += 1
+
+    def take_kept(self) -> Kept:
+        """Hand out what was set aside, and forget it."""
+        kept = Kept(tuple(self._kept), self._dropped)
+        self._kept.clear()
+        self._dropped = 0
+        return kept
+
+    @property
+    def signatures(self) -> str:
+        """Of a compiled module: the inputs seen so far, in order; "" otherwise."""
+        return "\n".join(self._signatures)
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Any]]:
+        """Collect what the module returns at the place where capture looks, in a replay."""
+        before = getattr(self._thread, "collected", None), getattr(self._thread, "depth", 0)
+        collected: list[Any] = []
+        self._thread.collected, self._thread.depth = collected, 0
+        try:
+            yield collected
+        finally:
+            self._thread.collected, self._thread.depth = before
+
+
+def outputs_of(out: Any) -> list[Tensor]:
+    """The tensors with a gradient in what a module returned, in a fixed order."""
+    return [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+
+
+def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    empty = torch.zeros(0, dtype=torch.float32, device=device)
+    return torch.cat([empty, *(v.reshape(1).to(device) for v in values)])
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """`probe` of an output, without what most outputs do not need. Needs `no_grad`."""
+    return tensor.sum() if tensor.dtype is torch.float32 else probe(tensor)
+
+
+def _containers(value: Any) -> Any:
+    """A copy of the containers in a value, with the same tensors in them."""
+    if isinstance(value, dict) and type(value) is dict:
+        return {key: _containers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_containers(item) for item in value)
+    return value

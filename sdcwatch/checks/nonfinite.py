@@ -1,9 +1,9 @@
-"""Check 1's two looks at a tensor: a cheap screen on the device, an exact answer on the host.
+"""Check 1's two looks at a tensor: a cheap probe on the device, an exact answer on the host.
 
-**What.** `screen` is one sum: a NaN or an infinity among the terms always makes it non-finite.
+**What.** `probe` is one sum: a NaN or an infinity among the terms always makes it non-finite.
 `confirm_nonfinite` looks at every element.
 
-**False positives** of the screen: a sum of finite numbers may overflow. It is therefore a candidate
+**False positives** of the probe: a sum of finite numbers may overflow. It is therefore a candidate
 only, to be confirmed. **Misses** none. **Cost** one read of the tensor, at the speed of `sum()`;
 `isfinite().all()` is some thirty times slower on a CPU and is left for candidates.
 """
@@ -30,7 +30,7 @@ def _can_be_nonfinite(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def screen(tensor: torch.Tensor) -> torch.Tensor:
+def probe(tensor: torch.Tensor) -> torch.Tensor:
     """Sum a tensor so that any NaN or infinity in it shows.
 
     Returns:

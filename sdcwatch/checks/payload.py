@@ -1,269 +1,162 @@
-"""One micro-batch as a value, and as the bytes that travel to another rank.
+"""The calls of one backward as a value, and as the bytes that travel to another rank.
 
-`MicroBatch` holds all that a forward and backward depend on besides the weights. `pack` makes it
-one contiguous buffer that carries a fingerprint of itself, so that a receiver can tell a damaged
-message (nobody is named) from a wrong computation.
-
-The batch may be anything that pickles: containers, dataclasses, opaque objects with tensors inside.
-Tensors are found by the pickler itself. Their strides and their alignment travel too, because
-kernels choose their path, and with it their rounding, by both.
-
-Unpickling runs code. All ranks of one job are one trust domain: they run the same program and
-already hand each other gradients. Never unpack bytes from anywhere else.
+`MicroBatch` holds all that the calls of a module and their backward depend on besides the weights.
+`pack` makes it one contiguous buffer that carries a fingerprint of itself, so that a receiver can
+tell a damaged message, for which nobody is named, from a wrong computation. `packed_size` is known
+before anything is copied.
 """
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sdcwatch.checks.fingerprint import digest_tensor, digest_tensors, to_pairs
+from sdcwatch.checks.fingerprint import digest_tensor, to_pairs
+from sdcwatch.checks.module_state import Autocast, Generators
+from sdcwatch.checks.serialise import (
+    ALIGNMENT,
+    Frozen,
+    NotTransportable,
+    Scope,
+    Structure,
+)
 from sdcwatch.errors import SdcwatchError
 
-_HEADER = struct.Struct("<8sqQQ")  # magic, length of the body in bytes, its two checksums
-_MAGIC = b"sdcwmb01"
-_ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and the widest vector
-_WIDEST = 4  # a view that spans more than this many times its own elements is copied compactly
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+__all__ = ["Call", "MicroBatch", "NotTransportable", "PayloadDamaged", "pack", "packed_size"]
+
+_HEADER = struct.Struct("<8sqqQQ")  # magic, bytes of the structure and of the rest, two checksums
+_MAGIC = b"sdcwmb02"
 
 
 class PayloadDamaged(SdcwatchError):
     """A micro-batch arrived whose bytes are not the ones that were sent."""
 
 
-class NotTransportable(SdcwatchError):
-    """A micro-batch cannot be pickled, or cannot be unpickled here."""
-
-
 @dataclass(frozen=True, slots=True)
-class RngState:
-    """States of the random generators when the forward began.
+class Call:
+    """One call of the module, and the gradients that arrived at its outputs.
 
     Attributes:
-        torch_cpu: torch's CPU generator, uint8.
-        device: The generator of the current device, uint8 on the CPU; None on a CPU.
-        python: `random.getstate()`; None where the forward does not advance it.
-        numpy: `numpy.random.get_state()`; None where the forward does not advance it.
+        inputs: Arguments, keyword arguments and `ModuleState` as the call found them; without a
+            state (None) off audit steps.
+        method: The method that a redirected forward runs; "" for `forward` itself.
+        generators: When the call began.
+        generators_after: When it ended: a replay that ends elsewhere was disturbed; None off
+            audit steps.
+        autocast: Around the call.
+        region: Equal for calls that share one autocast region and its casts; 0 for none.
+        default_dtype: Around the call.
+        environment: Switches that decide bits; empty off audit steps.
+        weights: int64 (2,), fingerprint of the weights; None off audit steps.
+        outputs: Tensors with a gradient that the call returned.
+        gradients: What arrived at each output that a gradient reached, by number of the output.
+        inner: The parts of it that came from inside the call, for outputs that feed others: lists.
     """
 
-    torch_cpu: Tensor
-    device: Tensor | None = None
-    python: Any = None
-    numpy: Any = None
+    inputs: Frozen
+    method: str
+    generators: Generators
+    generators_after: Generators | None
+    autocast: Autocast
+    region: int
+    default_dtype: torch.dtype
+    environment: Mapping[str, str]
+    weights: Tensor | None
+    outputs: int
+    gradients: Mapping[int, Frozen]
+    inner: Mapping[int, Frozen]
 
-
-@dataclass(frozen=True, slots=True)
-class AutocastState:
-    """Autocast as the forward found it.
-
-    Attributes:
-        kinds: Device type, enabled, dtype; one entry per device type.
-        cache: Whether casts of weights are cached.
-    """
-
-    kinds: tuple[tuple[str, bool, torch.dtype], ...]
-    cache: bool
-
-
-Buffers = Mapping[str, Tensor]
+    @property
+    def gradients_bytes(self) -> int:
+        """Bytes of what arrived at the outputs."""
+        return sum(f.size_bytes for f in (*self.gradients.values(), *self.inner.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """All that a forward and backward depend on besides the weights.
+    """All that the calls of one backward depend on besides the weights.
 
     Attributes:
-        batch: What `loss_fn` was called with, as it was before the call.
-        rng: Random generators.
-        autocast: Autocast around the forward.
-        grad_mode: Whether gradients were recorded.
-        training: The training flag of every module, in the order of `modules()`.
-        buffers: Buffers of the bare module: when the forward began, then at each call of it. Empty
-            off audit steps.
-        loss_gradient: The gradient that arrived at the returned loss; None before a backward.
-        backward_autocast: Autocast around the backward.
-        calls: How often the bare module was called (audit steps).
-        reentrant: Whether the graph holds a reentrant checkpoint.
-        together: Earlier micro-batches whose losses went into the same backward.
+        calls: In the order in which they were made.
+        generators: At the first gradient.
+        autocast: Around the backward.
+        reentrant: A part of the graph ran a backward of its own.
+        signatures: Of a compiled module: the shapes that it had seen, in order; "" otherwise.
+        exact: Copies were taken at the calls (audit steps). Otherwise inputs and state are those
+            found at the end of the backward.
+        problem: Why it cannot be replayed, or "".
     """
 
-    batch: Any
-    rng: RngState
-    autocast: AutocastState
-    grad_mode: bool = True
-    training: tuple[bool, ...] = ()
-    buffers: tuple[Buffers, ...] = ()
-    loss_gradient: Tensor | None = None
-    backward_autocast: AutocastState | None = None
-    calls: int = 0
+    calls: tuple[Call, ...] = ()
+    generators: Generators | None = None
+    autocast: Autocast | None = None
     reentrant: bool = False
-    together: tuple[MicroBatch, ...] = ()
-
-    @property
-    def parts(self) -> tuple[MicroBatch, ...]:
-        """Every forward of the backward, in order."""
-        return (*self.together, replace(self, together=()))
+    signatures: str = ""
+    exact: bool = True
+    problem: str = ""
 
 
-def join(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
-    """One micro-batch out of several whose losses went into one backward, in forward order."""
-    *earlier, last = [part for whole in micro_batches for part in whole.parts]
-    return replace(last, together=tuple(earlier))
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where everything lies in the message."""
+
+    structure: bytes
+    tensors: tuple[Tensor, ...]
+    offsets: tuple[int, ...]
+    total: int
 
 
-def join_losses(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The digest of the losses of one backward: the pair itself if there is one."""
-    if len(pairs) == 1:
-        return pairs[0]
-    words = [word - (1 << 64) if word >> 63 else word for pair in pairs for word in pair]
-    return to_pairs(digest_tensor(torch.tensor(words, dtype=torch.int64))[None])[0]
+def _plan(micro_batch: MicroBatch) -> _Plan:
+    structure, tensors = Structure.write(micro_batch)
+    begin = _aligned(_HEADER.size + len(structure))
+    offsets, end = [], begin
+    for tensor in tensors:
+        offsets.append(end)
+        end = _aligned(end + tensor.numel() * tensor.element_size())
+    return _Plan(structure, tuple(tensors), tuple(offsets), end)
 
 
-def shallow_copy(batch: Any) -> Any:
-    """A copy of the containers of `batch` with the same tensors in them."""
-    if isinstance(batch, (Tensor, *_PLAIN)):
-        return batch
-    try:
-        return _shallow_copy(batch)
-    except Exception:  # an object of the user's that refuses to be copied is kept as it is
-        return batch
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _shallow_copy(batch: Any) -> Any:
-    if isinstance(batch, tuple):
-        items = [shallow_copy(item) for item in batch]
-        if type(batch) is tuple:
-            return tuple(items)
-        return type(batch)(*items) if hasattr(batch, "_fields") else batch
-    copied = copy.copy(batch)
-    if isinstance(copied, list):
-        copied[:] = [shallow_copy(item) for item in copied]
-    elif isinstance(copied, dict):
-        for key, value in copied.items():
-            copied[key] = shallow_copy(value)
-    return copied
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles everything but tensors, which are set aside in the order in which they are met."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
-        self._seen: dict[int, int] = {}
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, Tensor):
-            return None
-        if id(obj) not in self._seen:
-            self._seen[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return self._seen[id(obj)]
-
-
-class _Unpickler(pickle.Unpickler):
-    """The inverse of `_Pickler`."""
-
-    def __init__(self, structure: bytes, tensors: Sequence[Tensor]) -> None:
-        super().__init__(io.BytesIO(structure))
-        self._tensors = tensors
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        return self._tensors[int(pid)]
-
-
-def _split(value: Any) -> tuple[bytes, list[Tensor]]:
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    try:
-        pickler.dump(value)
-    except Exception as error:
-        msg = (
-            f"Expected a batch that pickles, but got {type(error).__name__}: {error}. Let loss_fn "
-            "take tensors and plain containers, or set audit_every=None."
-        )
-        raise NotTransportable(msg) from error
-    return file.getvalue(), pickler.tensors
-
-
-def clone_batch(batch: Any) -> Any:
-    """A copy of `batch` that shares no tensor with it; strides and alignment are kept.
+def packed_size(micro_batch: MicroBatch) -> int:
+    """Bytes that `pack` will give, without copying anything.
 
     Raises:
-        NotTransportable: The batch does not pickle.
+        NotTransportable: It does not pickle.
     """
-    structure, tensors = _split(batch)
-    return _Unpickler(structure, [faithful_clone(tensor) for tensor in tensors]).load()
-
-
-def fingerprint_batch(batch: Any) -> tuple[bytes, Tensor]:
-    """What changes when `batch` is changed in place: its structure, and digests (n, 2) on the CPU.
-
-    Raises:
-        NotTransportable: The batch does not pickle.
-    """
-    structure, tensors = _split(batch)
-    return structure, digest_tensors([_dense(tensor.detach()) for tensor in tensors]).cpu()
-
-
-def _dense(plain: Tensor) -> Tensor:
-    if plain.is_nested:
-        return torch.cat([part.reshape(-1) for part in plain.unbind()])
-    return plain if plain.layout is torch.strided else plain.to_dense()
-
-
-def faithful_clone(tensor: Tensor) -> Tensor:
-    """A detached leaf with the same values, size, strides, and alignment to 64 bytes.
-
-    A view that spans much more memory than it has elements is copied compactly instead.
-    """
-    plain = tensor.detach()
-    ordinary = type(plain) is Tensor and plain.layout is torch.strided and not plain.is_nested
-    copied = _clone_window(plain) if ordinary and plain.numel() else plain.clone()
-    return copied.requires_grad_(tensor.requires_grad)
-
-
-def _clone_window(plain: Tensor) -> Tensor:
-    size, stride = plain.size(), plain.stride()
-    extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    if extent > max(_WIDEST * plain.numel(), _ALIGNMENT):
-        return plain.clone()
-    lead = plain.data_ptr() % _ALIGNMENT // plain.element_size()
-    memory = plain.new_empty(lead + extent)
-    memory[lead:].copy_(torch.as_strided(plain, (extent,), (1,), plain.storage_offset()))
-    memory[:lead].zero_()
-    return torch.as_strided(memory, size, stride, lead)
+    return _plan(micro_batch).total
 
 
 def pack(micro_batch: MicroBatch) -> Tensor:
     """`micro_batch` as one contiguous uint8 tensor (n,) on the CPU, with its own fingerprint.
 
     Raises:
-        NotTransportable: The batch does not pickle.
+        NotTransportable: It does not pickle.
     """
-    structure, tensors = _split(micro_batch)
-    file = io.BytesIO()
-    file.write(bytes(_HEADER.size))
-    body = io.BytesIO()
-    torch.save((structure, [faithful_clone(tensor) for tensor in tensors]), body)
-    file.write(body.getbuffer())
-    message = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    plan = _plan(micro_batch)
+    message = torch.zeros(plan.total, dtype=torch.uint8)
+    structure = torch.frombuffer(bytearray(plan.structure), dtype=torch.uint8)
+    message[_HEADER.size : _HEADER.size + structure.numel()] = structure
+    for tensor, offset in zip(plan.tensors, plan.offsets, strict=True):
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        message[offset : offset + data.numel()].copy_(data)
     checksums = to_pairs(digest_tensor(message[_HEADER.size :])[None])[0]
-    header = _HEADER.pack(_MAGIC, message.numel() - _HEADER.size, *checksums)
+    rest = plan.total - _HEADER.size
+    header = _HEADER.pack(_MAGIC, len(plan.structure), rest, *checksums)
     message[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     return message
 
 
 def unpack(buffer: Tensor, device: torch.device) -> MicroBatch:
     """The micro-batch in `buffer`; what lay on an accelerator goes to `device`, the rest stays.
+
+    On the CPU nothing is copied: the micro-batch reads `buffer`, which must stay as it is.
 
     Args:
         buffer: What `pack` returned, uint8 (n,) on the CPU.
@@ -273,41 +166,46 @@ def unpack(buffer: Tensor, device: torch.device) -> MicroBatch:
         PayloadDamaged: The bytes are not the ones that were sent.
         NotTransportable: The bytes are right and cannot be read here.
     """
-    body = _verified(buffer.contiguous())
-    try:
-        structure, tensors = torch.load(
-            io.BytesIO(body.numpy().tobytes()), map_location=_relocate(device), weights_only=False
-        )
-        micro_batch: MicroBatch = _Unpickler(structure, tensors).load()
-    except Exception as error:
-        msg = (
-            f"Expected to unpickle the micro-batch of another rank, but got "
-            f"{type(error).__name__}: {error}. Run the same program and packages on every rank."
-        )
-        raise NotTransportable(msg) from error
+    buffer = buffer.contiguous()
+    if buffer.data_ptr() % ALIGNMENT:
+        buffer = buffer.clone()
+    structure_bytes = _verify(buffer)
+    begin, tensors = _aligned(_HEADER.size + structure_bytes), []
+    structure = buffer[_HEADER.size : _HEADER.size + structure_bytes].numpy().tobytes()
+    reader = Structure(structure, Scope(None, device))
+    for shape, dtype, kind in reader.layout:
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        data = buffer[begin : begin + count].view(dtype).view(shape)
+        tensors.append(data if kind == "cpu" else data.to(device))
+        begin = _aligned(begin + count)
+    micro_batch: MicroBatch = reader.read(tensors)
     return micro_batch
 
 
-def _verified(buffer: Tensor) -> Tensor:
+def _verify(buffer: Tensor) -> int:
+    """Check a message; returns the bytes of its structure."""
     expected = "Expected the bytes of a micro-batch as they were sent, but got"
     do = "Check the network path between the two ranks."
     if buffer.numel() < _HEADER.size:
         msg = f"{expected} {buffer.numel()} bytes. {do}"
         raise PayloadDamaged(msg)
-    magic, length, plain, mixed = _HEADER.unpack(buffer[: _HEADER.size].numpy().tobytes())
+    fields = _HEADER.unpack(buffer[: _HEADER.size].numpy().tobytes())
+    magic, structure_bytes, rest, plain, mixed = fields
     body = buffer[_HEADER.size :]
-    if magic != _MAGIC or length != body.numel():
+    if magic != _MAGIC or rest != body.numel() or not 0 <= structure_bytes <= rest:
         msg = f"{expected} a header that does not fit. {do}"
         raise PayloadDamaged(msg)
     if to_pairs(digest_tensor(body)[None])[0] != (plain, mixed):
         msg = f"{expected} another fingerprint. {do}"
         raise PayloadDamaged(msg)
-    return body
+    return int(structure_bytes)
 
 
-def _relocate(device: torch.device) -> Callable[[Any, str], Any]:
-    def place(storage: Any, location: str) -> Any:
-        target = "cpu" if location == "cpu" else str(device)
-        return torch.serialization.default_restore_location(storage, target)  # type: ignore[no-untyped-call]
-
-    return place
+def payload_parts(micro_batch: MicroBatch) -> dict[str, int]:
+    """Bytes by what they are: inputs and state, gradients at the outputs, everything else."""
+    inputs = sum(call.inputs.size_bytes for call in micro_batch.calls)
+    gradients = sum(call.gradients_bytes for call in micro_batch.calls)
+    total = packed_size(micro_batch)
+    return {"inputs": inputs, "gradients": gradients, "rest": max(0, total - inputs - gradients)}

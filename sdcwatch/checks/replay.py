@@ -1,48 +1,57 @@
-"""Repeats the forward and backward of another rank's micro-batch and leaves no trace.
+"""Repeats the calls and the backward of a micro-batch on this rank, and leaves no trace.
 
-**What it compares.** Nothing; it gives the digests of the loss and of every parameter's gradient,
-for a comparison with the producer's own. With the same weights, kernels and machine type they are
-equal bit for bit.
+**What it compares.** That outputs, and the parts of their gradients that come from inside, are the
+producer's bit for bit is left to the caller: a replay gives digests. With the same weights, kernels
+and machine type they are equal.
 
-**Two ways to the gradients.** `torch.autograd.grad` on the parameters
-themselves touches neither `.grad` nor DDP's reducer (both hang on the accumulation, which it skips)
-and sees gradients however `loss_fn` reaches the parameters. A reentrant checkpoint refuses it; then
-leaves that share the parameters' memory are swapped in for a plain backward, and the parameters
-themselves need no gradient meanwhile, so that nothing can arrive in them by another way. On both
-paths a gradient is digested and dropped as it arrives, and tensor hooks on the parameters run.
+**Two ways to the gradients.** `torch.autograd.grad` on the parameters themselves touches neither
+`.grad` nor DDP's reducer; both hang on the accumulation, which it skips. A reentrant checkpoint
+refuses it: then leaves that share the parameters' memory are swapped in for a plain backward, and
+the parameters themselves need no gradient meanwhile, so that nothing can arrive in them by another
+way. On both paths a gradient is digested and dropped as it arrives, and tensor hooks on the
+parameters run once more.
 
-**Cost.** A forward and backward, one digest per gradient, a copy of the buffers.
+**What is put back**: generators, buffers, attributes and training flags of the module, the default
+dtype, `.grad`. What a forward moved is told in `trace`, by name. A parameter that it wrote cannot
+be put back, only told.
+
+**Cost.** A forward and backward, one digest per gradient, a copy of buffers and attributes.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sdcwatch.checks.capture import device_rng_state, graph_nodes, has_reentrant_checkpoint
-from sdcwatch.checks.fingerprint import digest_tensor, to_pairs
-from sdcwatch.checks.gradients import GradientHooks, GradientLog
-from sdcwatch.checks.nonfinite import confirm_nonfinite, screen
-from sdcwatch.checks.payload import (
-    AutocastState,
-    Buffers,
-    MicroBatch,
-    RngState,
-    clone_batch,
-    faithful_clone,
-    join_losses,
+from sdcwatch.checks import torch_internals as internals
+from sdcwatch.checks.calling import BareCall, Caller
+from sdcwatch.checks.capture import CallCapture, outputs_of
+from sdcwatch.checks.fingerprint import digest_tensors, to_pairs
+from sdcwatch.checks.gradients import GradientHooks, GradientLog, digest_gradient
+from sdcwatch.checks.module_state import (
+    ModuleState,
+    ReboundState,
+    numeric_environment,
+    read_generators,
+    spoken,
 )
+from sdcwatch.checks.nonfinite import confirm_nonfinite, probe
+from sdcwatch.checks.payload import Call, MicroBatch, pack, unpack
+from sdcwatch.checks.reading import total
+from sdcwatch.checks.replaying import replay_in_progress
+from sdcwatch.checks.serialise import NotTransportable, tensors_in
 
-LossFn = Callable[[nn.Module, Any], Tensor]
-Named = Sequence[tuple[str, nn.Parameter]]
+_OWN = (str(Path(__file__).parent),)
+_JUDGED_BY_SELF_AUDIT = frozenset(
+    ("saved_tensor_hooks",)
+)  # moving to the CPU is exact, casting is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,135 +59,306 @@ class ReplayResult:
     """What a replay came to.
 
     Attributes:
-        loss: Digest of the loss, or of all losses of the backward; (0, 0) after an error.
-        gradients: int64 (n, 2) on the module's device, one digest per parameter; None after an
-            error and where the loss needs no gradient.
-        loss_nonfinite: Whether a loss holds NaN or infinity.
-        gradient_nonfinite: Whether a gradient does.
+        outputs: int64 (k, 2), digests of the outputs that got a gradient; None after an error.
+        gradients: int64 (n, 2), one digest per parameter; None after an error.
+        inner_equal: The parts of output gradients that come from inside are the producer's.
+        outputs_nonfinite: Whether one of these outputs holds NaN or infinity.
+        gradients_nonfinite: Whether a gradient does.
+        disturbed: Generators that ended elsewhere than the producer's: no vote.
+        not_run: Why nothing was run, or nothing can be compared, or "": named, and nobody's fault.
+        trace: What the calls moved: "parameter a.weight", "buffer b.mean", "attribute c.n",
+            "generator random". Looked for if asked; parameters always.
+        collectives: Process groups in which the calls ran a collective.
         error: Type and first line of the exception that ended the replay, or "".
     """
 
-    loss: tuple[int, int] = (0, 0)
+    outputs: Tensor | None = None
     gradients: Tensor | None = None
-    loss_nonfinite: bool = False
-    gradient_nonfinite: bool = False
+    inner_equal: bool = True
+    outputs_nonfinite: bool = False
+    gradients_nonfinite: bool = False
+    disturbed: tuple[str, ...] = ()
+    not_run: str = ""
+    trace: tuple[str, ...] = ()
+    collectives: tuple[str, ...] = ()
     error: str = ""
 
 
-class _Reentrant(Exception):
-    """The graph turned out to hold a reentrant checkpoint."""
+class GradientSum:
+    """The gradients of several micro-batches, added up in the dtype of `.grad`.
+
+    A sum may overflow where no part of it does.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+
+    def add(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
+        """Add the gradient of parameter `number`."""
+        part = gradient.detach().to(dtype)
+        held = self._sums.get(number)
+        self._sums[number] = part.clone() if held is None else held + part
+
+    def nonfinite(self) -> bool:
+        """Whether a sum holds NaN or infinity. Waits for the device."""
+        return any(confirm_nonfinite(held) for held in self._sums.values())
 
 
-def replay(
-    module: nn.Module,
-    loss_fn: LossFn,
-    micro_batch: MicroBatch,
-    parameters: Named,
-    *,
-    scale_free: bool = False,
-) -> ReplayResult:
-    """Run `loss_fn(module, batch)` and its backward as the producer did.
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What a replay does besides.
 
-    Random generators, buffers, training flags, hooks and `.grad` are left as they were. An
-    exception of `loss_fn` or of the backward, running out of memory included, is a result.
+    Attributes:
+        watch: Look for everything that the calls move.
+        forbid_collectives: Stop the first collective before it is issued, with the line that asked
+            for it as the error. Slower.
+        scale_free: Start from ones instead of from the gradients that arrived.
+        onto: Adds the gradients up.
+    """
+
+    watch: bool = False
+    forbid_collectives: bool = False
+    scale_free: bool = False
+    onto: GradientSum | None = None
+
+
+class Replayer:
+    """Replays micro-batches on the module of a capture.
 
     Args:
-        module: The bare module.
-        loss_fn: Returns a scalar tensor.
-        micro_batch: Of any rank with the same weights; its tensors are not changed.
-        parameters: Name and parameter, in the order of the digests.
-        scale_free: Start the backward from one instead of from the producer's gradient of the loss.
+        capture: Of this rank's module, attached.
+        caller: How a call is made; the bare module by default.
     """
-    run = _Run(module, loss_fn, micro_batch, [p for _, p in parameters], scale_free)
-    try:
+
+    def __init__(self, capture: CallCapture, caller: Caller | None = None) -> None:
+        self.capture = capture
+        self.caller: Caller = caller or BareCall(capture.module)
+
+    def run(self, micro_batch: MicroBatch, options: ReplayOptions | None = None) -> ReplayResult:
+        """Make the calls and the backward of a micro-batch once more.
+
+        Needs no other rank, and never raises: out of memory and any exception of the user's code
+        are results. Waits for the device.
+
+        Args:
+            micro_batch: Of any rank with the same weights; nothing in it is changed.
+            options: What to do besides.
+        """
+        with internals.dispatch_modes_off():
+            return self._run(micro_batch, options or ReplayOptions())
+
+    def _run(self, micro_batch: MicroBatch, options: ReplayOptions) -> ReplayResult:
         try:
-            return run.once(fresh=micro_batch.reentrant)
-        except _Reentrant:
-            return run.once(fresh=True)
-    except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        return ReplayResult(error=f"{type(error).__name__}: {first_line}")
+            if reason := self._obstacle(micro_batch):
+                return ReplayResult(not_run=reason)
+            return _Run(self.capture, self.caller, micro_batch, options).result()
+        except NotTransportable as error:
+            return ReplayResult(not_run=str(error))
+        except Exception as error:
+            if internals.is_recompilation(error):
+                return ReplayResult(not_run="the module would have to be compiled once more")
+            first_line = (str(error).splitlines() or [""])[0]
+            return ReplayResult(error=f"{type(error).__name__}: {first_line}")
+
+    def run_packed(self, message: Tensor, options: ReplayOptions | None = None) -> ReplayResult:
+        """Replay from the bytes of a message, as another rank would: for a self-audit.
+
+        Args:
+            message: What `pack` gave.
+            options: What to do besides.
+        """
+        try:
+            micro_batch = unpack(message, self.capture.device)
+        except NotTransportable as error:
+            return ReplayResult(not_run=str(error))
+        return self.run(micro_batch, options)
+
+    def self_audit(
+        self, micro_batch: MicroBatch, options: ReplayOptions | None = None
+    ) -> ReplayResult:
+        """Pack this rank's own micro-batch and replay it from the bytes."""
+        try:
+            message = pack(micro_batch)
+        except NotTransportable as error:
+            return ReplayResult(not_run=str(error))
+        return self.run_packed(message, options)
+
+    def _obstacle(self, micro_batch: MicroBatch) -> str:
+        """Why a replay here could not be compared, or ""."""
+        if micro_batch.problem:
+            return micro_batch.problem
+        if not micro_batch.calls:
+            return "no call of the module got a gradient"
+        if micro_batch.signatures != self.capture.signatures:
+            return "the compiled module has seen other shapes here, so its code may differ"
+        here = numeric_environment()
+        for call in micro_batch.calls:
+            there = call.environment
+            compared = (k for k in there if k not in _JUDGED_BY_SELF_AUDIT)
+            if name := next((k for k in compared if there[k] != here.get(k)), ""):
+                return f"{name} was {there[name]} at the call and is {here[name]} here"
+        weights = [call.weights for call in micro_batch.calls if call.weights is not None]
+        if weights:
+            own = to_pairs(self.capture.weights())
+            if any(to_pairs(w) != own for w in weights):
+                return "the weights here are not those of the call"
+        return ""
 
 
 class _Run:
-    """One call of `replay`."""
+    """One replay."""
 
     def __init__(
         self,
-        module: nn.Module,
-        loss_fn: LossFn,
+        capture: CallCapture,
+        caller: Caller,
         micro_batch: MicroBatch,
-        parameters: list[nn.Parameter],
-        scale_free: bool,
+        options: ReplayOptions,
     ) -> None:
-        self._module = module
-        self._loss_fn = loss_fn
-        self._micro_batch = micro_batch
-        self._parameters = parameters
-        self._scale_free = scale_free
-        self._device = parameters[0].device if parameters else torch.device("cpu")
-        self._log = GradientLog(len(parameters))
-        self._nonfinite: list[Tensor] = []
+        self._capture, self._caller = capture, caller
+        self._micro_batch, self._options = micro_batch, options
+        self._parameters = [p for _, p in capture.named]
+        self._log = GradientLog(len(self._parameters))
+        self._flags: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        self._roots: list[tuple[Tensor, Tensor]] = []
+        self._inputs: list[Tensor] = []
+        self._handles: list[Any] = []
+        self._inner_equal = True
+        self._disturbed: dict[str, None] = {}
+        self._trace: dict[str, None] = {}
 
-    def once(self, *, fresh: bool) -> ReplayResult:
+    def result(self) -> ReplayResult:
+        capture = self._capture
+        versions = [p._version for p in self._parameters]
+        counts = internals.collective_counts()
         with ExitStack() as stack:
-            stack.enter_context(_generators_kept(self._device))
-            stack.enter_context(_training_kept(self._module))
-            buffers = stack.enter_context(_SwappedBuffers(self._module))
+            stack.enter_context(replay_in_progress())
+            stack.enter_context(_kept(capture.device))
+            state = stack.enter_context(capture.state.rebound())
+            if state.lost:
+                return ReplayResult(not_run=f"{state.lost[0]} has moved on this rank alone")
+            if capture.compiled:
+                stack.enter_context(internals.no_recompilation())
+            if self._options.forbid_collectives:
+                stack.enter_context(internals.NoCollectives(_OWN))
+            stack.callback(self._unhook)
+            stack.enter_context(torch.enable_grad())
+            self._pass(state)
+        after = internals.collective_counts()
+        for (name, parameter), version in zip(capture.named, versions, strict=True):
+            if parameter._version != version:
+                self._trace[f"parameter {name}"] = None
+        return self._result(tuple(n for n in after if after[n] != counts.get(n, 0)))
+
+    def _result(self, collectives: tuple[str, ...]) -> ReplayResult:
+        device = self._capture.device
+        table_N2 = self._log.table(device)
+        rows = [digest_gradient(t) for t in self._outputs]
+        empty = torch.zeros((0, 2), dtype=torch.int64, device=device)
+        return ReplayResult(
+            outputs=torch.cat([empty, *(row[None] for row in rows)]),
+            gradients=table_N2,
+            inner_equal=self._inner_equal,
+            outputs_nonfinite=any(confirm_nonfinite(t) for t in self._outputs),
+            gradients_nonfinite=any(bool(flag) for flag in self._flags),
+            disturbed=tuple(self._disturbed),
+            trace=tuple(self._trace),
+            collectives=collectives,
+        )
+
+    def _pass(self, state: ReboundState) -> None:
+        fresh = self._micro_batch.reentrant
+        with ExitStack() as stack:
             leaves: list[Tensor] = list(self._parameters)
             if fresh:
-                leaves = stack.enter_context(_fresh_leaves(self._module, self._parameters))
-            stack.enter_context(torch.enable_grad())
-            losses = [self._forward(part, buffers) for part in self._micro_batch.parts]
-            if not fresh and any(map(has_reentrant_checkpoint, losses)):
-                raise _Reentrant
-            result = ReplayResult(
-                loss=join_losses([to_pairs(digest_tensor(x.detach())[None])[0] for x in losses]),
-                loss_nonfinite=any(confirm_nonfinite(loss) for loss in losses),
-            )
-            if not all(loss.requires_grad for loss in losses):
-                return result
-            self._backward(losses, leaves, fresh=fresh)
-            nonfinite = any(bool(flag) for flag in self._nonfinite)
-            table_N2 = self._log.table(self._device)
-            return replace(result, gradients=table_N2, gradient_nonfinite=nonfinite)
+                leaves = stack.enter_context(_fresh_leaves(self._capture.module, self._parameters))
+            self._forwards(state)
+            self._backward(leaves, fresh=fresh)
 
-    def _forward(self, part: MicroBatch, buffers: _SwappedBuffers) -> Tensor:
-        if part.training:
-            for owner, flag in zip(self._module.modules(), part.training, strict=True):
-                owner.training = flag
-        batch = clone_batch(part.batch)
-        with buffers.loaded_at_each_call(part.buffers), _autocast(part.autocast):
-            _set_generators(part.rng, self._device)
-            with torch.set_grad_enabled(part.grad_mode):
-                return self._loss_fn(self._module, batch)
+    def _forwards(self, state: ReboundState) -> None:
+        with ExitStack() as stack:
+            region = 0
+            for call in self._micro_batch.calls:
+                if not call.region or call.region != region:
+                    stack.close()
+                    stack.enter_context(call.autocast.entered())
+                    region = call.region
+                self._forward(call, state)
 
-    def _backward(self, losses: list[Tensor], leaves: list[Tensor], *, fresh: bool) -> None:
-        seeds = [
-            self._seed(part, loss)
-            for part, loss in zip(self._micro_batch.parts, losses, strict=True)
-        ]
+    def _forward(self, call: Call, state: ReboundState) -> None:
+        capture = self._capture
+        args, kwargs, module_state = call.inputs.thaw(capture.scope)
+        self._inputs += [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.is_leaf]
+        state.load(module_state)
+        before = self._watched(module_state)
+        torch.set_default_dtype(call.default_dtype)
+        call.generators.restore(capture.device)
+        with capture.collecting() as collected:
+            self._caller.call(call.method, args, kwargs)
+        self._compare_generators(call)
+        self._compare_state(module_state, before)
+        outputs = outputs_of(collected[-1]) if collected else []
+        if len(outputs) != call.outputs:
+            msg = f"{len(outputs)} tensors with a gradient were returned, not {call.outputs}"
+            raise RuntimeError(msg)
+        self._take(call, outputs)
+
+    def _take(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        scope = self._capture.scope
+        for number in sorted({*call.gradients, *call.inner}):
+            output = outputs[number]
+            self._outputs.append(output.detach())
+            if number not in call.gradients:
+                continue
+            seed: Tensor = call.gradients[number].thaw(scope)
+            if self._options.scale_free:
+                seed = torch.ones_like(seed)
+            if number not in call.inner:
+                self._roots.append((output, seed))
+                continue
+            parts = call.inner[number].thaw(scope)
+            edge = internals.edge_of(output)
+            hook = self._substitute(edge.number, seed, digest_gradient(total(parts)))
+            self._handles.append(edge.node.register_prehook(hook))
+
+    def _substitute(self, index: int, seed: Tensor, expected: Tensor) -> Callable[..., Any]:
+        """A hook that compares the part from inside and lets the whole gradient pass on."""
+
+        def hook(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            here = gradients[index]
+            if here is None or not torch.equal(digest_gradient(here.detach()), expected):
+                self._inner_equal = False
+            return (*gradients[:index], seed, *gradients[index + 1 :])
+
+        return hook
+
+    def _backward(self, leaves: Sequence[Tensor], *, fresh: bool) -> None:
+        outputs, seeds = [o for o, _ in self._roots], [s for _, s in self._roots]
+        micro_batch = self._micro_batch
+        if not outputs:
+            return
         with ExitStack() as stack:
             stack.callback(GradientHooks(leaves, self._arrived).remove)
-            if (autocast := self._micro_batch.backward_autocast) is not None:
-                stack.enter_context(_autocast(autocast))
+            if micro_batch.autocast is not None:
+                stack.enter_context(micro_batch.autocast.entered())
+            if micro_batch.generators is not None:
+                micro_batch.generators.restore(self._capture.device)
             if fresh:
-                stack.enter_context(_foreign_gradients_kept(losses, leaves))
-                torch.autograd.backward(losses, seeds)
-            elif wanted := [leaf for leaf in leaves if leaf.requires_grad]:
-                torch.autograd.grad(losses, wanted, seeds, allow_unused=True)
+                stack.enter_context(_foreign_gradients_kept(outputs, leaves))
+                torch.autograd.backward(outputs, seeds)
+                return
+            wanted = [leaf for leaf in (*leaves, *self._inputs) if leaf.requires_grad]
+            if wanted:
+                torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
 
-    def _seed(self, part: MicroBatch, loss: Tensor) -> Tensor:
-        if self._scale_free:
-            return torch.ones_like(loss)
-        if part.loss_gradient is None:
-            msg = "Expected the gradient of the loss in the micro-batch, but got None."
-            raise ValueError(msg)
-        return part.loss_gradient.to(loss)
-
-    def _arrived(self, index: int, gradient: Tensor) -> Tensor | None:
-        self._log.add(index, gradient)
+    def _arrived(self, number: int, gradient: Tensor) -> Tensor | None:
+        self._log.add(number, gradient)
         self._look(gradient)
+        if self._options.onto is not None:
+            parameter = self._parameters[number]
+            dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
+            self._options.onto.add(number, gradient, dtype)
         if type(gradient) is not Tensor or gradient.layout is not torch.strided:
             return None
         # One zero in the gradient's shape: what the engine collects takes no memory.
@@ -186,57 +366,63 @@ class _Run:
 
     def _look(self, gradient: Tensor) -> None:
         if gradient.device.type == "cpu":
-            suspicious = not math.isfinite(screen(gradient).item())
+            suspicious = not math.isfinite(probe(gradient).item())
             if suspicious and confirm_nonfinite(gradient):
-                self._nonfinite.append(torch.tensor(True))
+                self._flags.append(torch.tensor(True))
             return
         # Exact at once, because a GPU is asked only at the end, when the gradient is gone.
         values = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
-        self._nonfinite.append(~torch.isfinite(values).all())
+        self._flags.append(~torch.isfinite(values).all())
+
+    def _unhook(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    # --- traces ---
+
+    def _compare_generators(self, call: Call) -> None:
+        now = read_generators(self._capture.device)
+        expected = now if call.generators_after is None else call.generators_after
+        for name in expected.differing(now):
+            self._disturbed[name] = None
+        if self._options.watch:
+            for name in call.generators.differing(now):
+                self._trace[f"generator {name}"] = None
+
+    def _watched(self, state: ModuleState) -> tuple[Mapping[Any, Any], Any] | None:
+        if not self._options.watch:
+            return None
+        watch = self._capture.state
+        buffers = digest_tensors(list(state.buffers.values()))
+        return watch.tokens(), dict(zip(state.buffers, to_pairs(buffers), strict=True))
+
+    def _compare_state(
+        self, state: ModuleState, before: tuple[Mapping[Any, Any], Any] | None
+    ) -> None:
+        if before is None:
+            return
+        tokens, digests = before
+        now = self._capture.state.tokens()
+        for name in (*tokens, *(n for n in now if n not in tokens)):
+            if now.get(name) != tokens.get(name):
+                self._trace[f"attribute {spoken(name)}"] = None
+        buffers = dict(self._capture.state.buffers())
+        pairs = to_pairs(digest_tensors(list(buffers.values())))
+        after = dict(zip(buffers, pairs, strict=True))
+        for name in (*digests, *(n for n in after if n not in digests)):
+            if after.get(name) != digests.get(name):
+                self._trace[f"buffer {spoken(name)}"] = None
 
 
-class _SwappedBuffers:
-    """Stands copies in for the buffers of a module; the module's own are not even read again.
-
-    Copies, because writing into a buffer that the graph has saved would break its backward, and
-    through the backward, because a checkpoint recomputes with the buffers it finds then.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._own = [(owner, dict(owner._buffers)) for owner in module.modules()]
-        self._names = {id(buffer): name for name, buffer in module.named_buffers()}
-
-    def __enter__(self) -> _SwappedBuffers:
-        self._load({name: faithful_clone(b) for name, b in self._module.named_buffers()})
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for owner, own in self._own:
-            owner._buffers.clear()
-            owner._buffers.update(own)
-
-    @contextmanager
-    def loaded_at_each_call(self, states: Sequence[Buffers]) -> Iterator[None]:
-        """Load the first of `states` now and one more at each call of the module."""
-        following = iter(states)
-
-        def load_next(*_: object) -> None:
-            if (state := next(following, None)) is not None:
-                self._load({name: faithful_clone(buffer) for name, buffer in state.items()})
-
-        load_next()
-        handle = self._module.register_forward_pre_hook(load_next)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _load(self, state: Buffers) -> None:
-        for owner, own in self._own:
-            for name, buffer in own.items():
-                if buffer is not None:
-                    owner._buffers[name] = state[self._names[id(buffer)]]
+@contextmanager
+def _kept(device: torch.device) -> Iterator[None]:
+    """Put generators and default dtype back."""
+    generators, dtype = read_generators(device), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        generators.restore(device)
 
 
 @contextmanager
@@ -245,10 +431,13 @@ def _fresh_leaves(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator
     trained = {id(p): p for p in (*module.parameters(), *parameters) if p.requires_grad}
     leaves = {key: _fresh_leaf(parameter) for key, parameter in trained.items()}
     owners = [(m, n, p) for m in module.modules() for n, p in m._parameters.items()]
+    flat = [(m, m._flat_weights) for m in module.modules() if isinstance(m, nn.RNNBase)]
     try:
         for owner, name, parameter in owners:
             if id(parameter) in leaves:
                 owner._parameters[name] = leaves[id(parameter)]
+        for rnn, weights in flat:
+            rnn._flat_weights = [leaves.get(id(w), w) for w in weights]
         for parameter in trained.values():
             parameter.requires_grad_(False)
         yield [leaves.get(id(parameter), parameter) for parameter in parameters]
@@ -257,6 +446,8 @@ def _fresh_leaves(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator
             parameter.requires_grad_(True)
         for owner, name, swapped in owners:
             owner._parameters[name] = swapped
+        for rnn, weights in flat:
+            rnn._flat_weights = weights
 
 
 def _fresh_leaf(parameter: nn.Parameter) -> nn.Parameter:
@@ -273,11 +464,11 @@ def _drop_gradient(leaf: Tensor) -> None:
 
 
 @contextmanager
-def _foreign_gradients_kept(losses: list[Tensor], leaves: list[Tensor]) -> Iterator[None]:
+def _foreign_gradients_kept(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Iterator[None]:
     """Keep `.grad` of leaves in the graph that are not the module's, such as one in a closure."""
     ours = {id(leaf) for leaf in leaves}
-    nodes = (node for loss in losses for node in graph_nodes(loss))
-    reached = [node.variable for node in nodes if hasattr(node, "variable")]
+    nodes = internals.walk(o.grad_fn for o in outputs if o.grad_fn is not None)
+    reached: list[Any] = [node.variable for node in nodes if hasattr(node, "variable")]
     foreign = [(leaf, leaf.grad) for leaf in reached if id(leaf) not in ours]
     try:
         for leaf, _ in foreign:
@@ -286,47 +477,3 @@ def _foreign_gradients_kept(losses: list[Tensor], leaves: list[Tensor]) -> Itera
     finally:
         for leaf, gradient in reversed(foreign):
             leaf.grad = gradient
-
-
-@contextmanager
-def _autocast(state: AutocastState) -> Iterator[None]:
-    """Autocast as it was, with a cache of casts of its own."""
-    with ExitStack() as stack:
-        for kind, enabled, dtype in state.kinds:
-            stack.enter_context(
-                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=state.cache)
-            )
-        torch.clear_autocast_cache()
-        stack.callback(torch.clear_autocast_cache)
-        yield
-
-
-@contextmanager
-def _training_kept(module: nn.Module) -> Iterator[None]:
-    flags = [(owner, owner.training) for owner in module.modules()]
-    try:
-        yield
-    finally:
-        for owner, flag in flags:
-            owner.training = flag
-
-
-@contextmanager
-def _generators_kept(device: torch.device) -> Iterator[None]:
-    state = RngState(
-        torch.get_rng_state(), device_rng_state(device), random.getstate(), np.random.get_state()
-    )
-    try:
-        yield
-    finally:
-        _set_generators(state, device)
-
-
-def _set_generators(state: RngState, device: torch.device) -> None:
-    torch.set_rng_state(state.torch_cpu)
-    if state.device is not None and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state.device, device)
-    if state.python is not None:
-        random.setstate(state.python)
-    if state.numpy is not None:
-        np.random.set_state(state.numpy)

@@ -7,6 +7,7 @@ fails there first. All of it is present from torch 2.8 to 2.13.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -302,3 +303,15 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return f"{name}:{frame.f_lineno}"
             frame = frame.f_back  # type: ignore[assignment]
         return "an unknown line"
+
+
+def live_grad_scalers() -> list[Any]:
+    """Every enabled `torch.amp.GradScaler` of this process that has scaled a loss.
+
+    Relies on: a scaler makes its scale, `_scale`, at its first `scale()`. Nothing registers
+    scalers, so the garbage collector is asked: only where a value was not finite.
+    """
+    found: list[Any] = [
+        thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)
+    ]
+    return [scaler for scaler in found if scaler.is_enabled() and scaler._scale is not None]

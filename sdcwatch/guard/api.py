@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,16 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sdcwatch.core.checkpoint import GateFacts, judge_checkpoint
+from sdcwatch.core.checkpoint import GateDecision, GateFacts, judge_checkpoint
 from sdcwatch.core.records import (
     Check,
+    CheckpointResult,
     Coverage,
     GateReason,
     GuardState,
     RunFinished,
     Verdict,
 )
-from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
+from sdcwatch.errors import ConfigurationError, CorruptionDetected, RankGone, SdcwatchError
 from sdcwatch.guard.checkpoint import require_place
 from sdcwatch.guard.exchange import Operation, agree
 from sdcwatch.guard.join import JoinableGuard
@@ -35,18 +37,19 @@ if TYPE_CHECKING:
 
 
 def init(
-    model: torch.nn.Module,
-    optimizer: Any,
-    loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
-    **options: Unpack[GuardOptions],
+    model: torch.nn.Module, optimizer: Any, *moved: object, **options: Unpack[GuardOptions]
 ) -> Guard:
     """Guard a training run. Every rank must call it, at the same point, with the same options.
 
+    The training loop stays as it is: calls of the module that DDP wraps are seen by hooks. One
+    guard per DDP model.
+
     Args:
-        model: The `DistributedDataParallel` model, as the loop calls it.
-        optimizer: The optimizer that updates it; wrappers are looked through.
-        loss_fn: ``loss_fn(model, batch)`` returns a scalar tensor. It is called again with the bare
-            module when a micro-batch is replayed, on another rank.
+        model: The `DistributedDataParallel` model, as the loop calls it; what torch.compile, Fabric
+            and accelerate put around it is looked through.
+        optimizer: The optimizer that updates it, or a list of all that do; wrappers are looked
+            through.
+        *moved: Nothing. The third argument of earlier versions is refused by name.
         **options: Fields of `sdcwatch.GuardConfig`; those not given are read from ``SDCWATCH_*``.
             ``sinks=`` takes further sinks.
 
@@ -60,10 +63,16 @@ def init(
         RankGone: A rank did not call it within the deadline.
 
     Example:
-        >>> guard = sdcwatch.init(ddp_model, optimizer, loss_fn, audit_every=100)  # doctest: +SKIP
-        >>> loss = guard.forward(batch)  # doctest: +SKIP
+        >>> guard = sdcwatch.init(ddp_model, optimizer, audit_every=100)  # doctest: +SKIP
     """
-    return Guard(model, optimizer, loss_fn, **options)
+    if moved or "loss_fn" in options:
+        msg = (
+            "Expected sdcwatch.init(model, optimizer, ...), but got a loss_fn as well. Leave it "
+            "out and keep the training loop as it is: the calls of the model are audited, not a "
+            "loss function. CHANGELOG.md says how to move."
+        )
+        raise ConfigurationError(msg)
+    return Guard(model, optimizer, **options)
 
 
 class Guard(JoinableGuard):
@@ -73,59 +82,65 @@ class Guard(JoinableGuard):
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: Any,
-        loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
-        **options: Unpack[GuardOptions],
+        self, model: torch.nn.Module, optimizer: Any, **options: Unpack[GuardOptions]
     ) -> None:
-        self._model, self._loss_fn = model, loss_fn
         self._closed = False
-        made = assemble(model, optimizer, loss_fn, options)
+        self._asked: tuple[int, GateDecision] | None = None
+        made = assemble(model, optimizer, options)
         super().__init__(made.exchange, made.guarded.device, made.guarded.process_group)
         self._config, self._exchange, self._ddp = made.config, made.exchange, made.guarded.ddp
         self._reporter, self._watchdog = made.reporter, made.watchdog
         self._gate, self._probes, self._preflight = made.gate, made.probes, made.preflight
         self._replicas, self._steps = made.replicas, made.steps
-        self._close_console = made.close_console
-        self._hooks = OptimizerHooks(made.guarded.optimizer, self._steps)
+        self._capture, self._close_console = made.capture, made.close_console
+        self._hooks = [OptimizerHooks(one, self._steps) for one in made.guarded.optimizers]
+        self._steps.recover = self._recover
         atexit.register(self._at_exit)
         try:
             self._replicas.check(self._steps.step)
             register_hook(made.guarded, made.probes)
+            self._capture.attach()
         except BaseException as error:
             self._close(error)
             raise
 
-    def forward(self, batch: Any) -> torch.Tensor:
-        """Compute the loss of a micro-batch and remember it, so that another rank can replay it.
+    def record_loss(self, loss: torch.Tensor | float) -> None:
+        """Show a loss on the board. Optional; a scalar that the module returns is taken by itself.
 
-        Every rank calls it once per micro-batch. With gradients disabled it only calls `loss_fn`.
+        It is read with the step's own look at the device, and never waits. Needs no other rank.
 
         Args:
-            batch: Passed to ``loss_fn(model, batch)``: any pytree of tensors and plain values.
-
-        Returns:
-            The scalar loss.
+            loss: One number, or a tensor with one element, of any dtype and device.
 
         Raises:
-            ConfigurationError: `loss_fn` did not return a scalar tensor.
-            CorruptionDetected: Too many updates in a row were skipped.
+            ConfigurationError: It has more than one element.
         """
-        self._require_open()
-        self._hooks.recover()
-        if not torch.is_grad_enabled():
-            return self._loss_fn(self._model, batch)
-        return self._steps.forward(batch)
+        tensor = torch.as_tensor(loss).detach()
+        if tensor.numel() != 1:
+            msg = (
+                f"Expected one number, but got a tensor of shape {tuple(tensor.shape)}. Reduce the "
+                "loss, for instance with .mean()."
+            )
+            raise ConfigurationError(msg)
+        self._steps.recorded_loss = tensor
+
+    def _recover(self) -> None:
+        for hooks in self._hooks:
+            hooks.recover()
 
     def save_checkpoint(
-        self, save: Callable[[], object], on: Literal["rank0", "all"] = "rank0"
+        self,
+        save: Callable[[], object],
+        on: Literal["rank0", "all"] = "rank0",
+        *,
+        path: str | os.PathLike[str] = "",
     ) -> bool:
         """Save a checkpoint if every check stands behind it. Every rank must call it.
 
         Args:
             save: Writes the checkpoint; called on rank 0, or on all ranks.
             on: "rank0", or "all" for sharded and DCP saves.
+            path: Where it goes, for the people who look for the last good one.
 
         Returns:
             Whether it was saved, the same on every rank. The reason is in the event log.
@@ -134,22 +149,48 @@ class Guard(JoinableGuard):
             RankGone: Some rank did not call it within the deadline.
             Desync: Ranks called it at different steps.
             CorruptionDetected: The replicas differ.
-            Exception: What `save` raised, on its rank; `SdcwatchError` on the others.
+            BaseException: What `save` raised, on its rank; `SdcwatchError` on the others.
         """
         require_place(on)
         self._require_open()
-        self._settle()
+        step, decision = self._gate_decision()
+        return self._gate.carry_out(step, decision, save, on=on, path=os.fspath(path))
+
+    def may_save(self) -> bool:
+        """Whether every check stands behind a checkpoint of this step. Every rank must call it.
+
+        For frameworks that save by themselves: ``if guard.may_save(): ...``. Whether their save
+        succeeds is not known here. Asking again in the same step gives the same answer.
+
+        Raises:
+            RankGone: Some rank did not call it within the deadline.
+            Desync: Ranks called it at different steps.
+            CorruptionDetected: The replicas differ.
+        """
+        self._require_open()
+        known = self._asked is not None and self._asked[0] == self._steps.step
+        step, decision = self._gate_decision()
+        return decision.save if known else self._gate.allow(step, decision)
+
+    def _gate_decision(self) -> tuple[int, GateDecision]:
+        """Ask every check, once per step."""
+        if self._steps.updated:  # else a decision waits for an optimizer that has not stepped yet
+            self._settle()
         step = self._steps.step
+        if self._asked is None or self._asked[0] != step:
+            self._asked = step, self._ask(step)
+        return self._asked
+
+    def _ask(self, step: int) -> GateDecision:
         if self._exchange.anyone_joined():
             detail = "a rank has run out of inputs and cannot be asked"
-            self._gate.withhold(step, GateReason.NO_AUDIT, detail, None)
-            return False
+            return GateDecision(False, CheckpointResult.WITHHELD, GateReason.NO_AUDIT, detail, None)
         self._reporter.flush()
         agree(self._exchange, Operation.SAVE, step)
         if self._replicas.tainted is None:
             # Also where they were compared after the update: what is saved is what was compared.
             self._replicas.check(step, saving=True)
-        return self._gate.carry_out(step, judge_checkpoint(self._gate_facts(step)), save, on)
+        return judge_checkpoint(self._gate_facts(step))
 
     @property
     def last_verdict(self) -> Verdict | None:
@@ -195,8 +236,8 @@ class Guard(JoinableGuard):
         """See `JoinableGuard`."""
         self._steps.shadow()
 
-    def _settle(self) -> None:
-        self._steps.settle()
+    def _settle(self, *, closing: bool = False) -> None:
+        self._steps.settle(closing=closing)
         self._steps.skips.give_up()
 
     def _gate_facts(self, step: int) -> GateFacts:
@@ -225,7 +266,7 @@ class Guard(JoinableGuard):
             return
         try:
             if error is None:
-                self._settle()
+                self._settle(closing=True)
         except BaseException as raised:
             error = raised
             raise
@@ -233,7 +274,9 @@ class Guard(JoinableGuard):
             self._closed = True
             atexit.unregister(self._at_exit)
             self._steps.abandon()
-            self._hooks.remove()
+            for hooks in self._hooks:
+                hooks.remove()
+            self._capture.detach()
             self._probes.release()
             self._say_once_more(error or self._steps.error)
             self._leave(self._finished(error or self._steps.error))

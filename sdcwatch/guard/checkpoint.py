@@ -19,14 +19,16 @@ class CheckpointGate:
 
     def __init__(self, exchange: Exchange, reporter: Reporter) -> None:
         self._exchange, self._reporter = exchange, reporter
-        self._provisional: list[int] = []
+        self._provisional: list[tuple[int, str]] = []
 
     def carry_out(
         self,
         step: int,
         decision: GateDecision,
         save: Callable[[], object],
+        *,
         on: Literal["rank0", "all"],
+        path: str,
     ) -> bool:
         """Save or withhold. Every rank calls it with the same decision.
 
@@ -34,17 +36,17 @@ class CheckpointGate:
             Whether the checkpoint was saved.
 
         Raises:
-            Exception: What `save` raised, on the rank where it did.
+            BaseException: What `save` raised, on the rank where it did.
             SdcwatchError: `save` raised on another rank.
         """
         if not decision.save:
             self.withhold(step, decision.reason, decision.detail, decision.audit_age)
             return False
-        error: Exception | None = None
+        error: BaseException | None = None
         if on == "all" or self._exchange.rank == 0:
             try:
                 save()
-            except Exception as raised:
+            except BaseException as raised:  # some frameworks raise one that is no Exception
                 error = raised
         operation = f"the end of save_checkpoint of step {step}"
         failed = self._exchange.max_int64s(
@@ -52,10 +54,26 @@ class CheckpointGate:
         )[0]
         if failed:
             self._failed(step, decision, error, operation)
-        self._emit(step, decision.result, decision.reason, decision.detail, decision.audit_age)
-        if decision.result is CheckpointResult.PROVISIONAL:
-            self._provisional.append(step)
+        self._allowed(step, decision, decision.reason, path)
         return True
+
+    def allow(self, step: int, decision: GateDecision) -> bool:
+        """Answer one who saves without the guard. Every rank calls it with the same decision.
+
+        Returns:
+            Whether a checkpoint may be saved. Whether it was, nobody says.
+        """
+        if not decision.save:
+            self.withhold(step, decision.reason, decision.detail, decision.audit_age)
+            return False
+        framework = GateReason.FRAMEWORK if decision.reason is GateReason.OK else decision.reason
+        self._allowed(step, decision, framework, "")
+        return True
+
+    def _allowed(self, step: int, decision: GateDecision, reason: GateReason, path: str) -> None:
+        self._emit(step, decision.result, reason, decision.detail, decision.audit_age, path)
+        if decision.result is CheckpointResult.PROVISIONAL:
+            self._provisional.append((step, path))
 
     def withhold(self, step: int, reason: GateReason, detail: str, audit_age: int | None) -> None:
         """Say that a checkpoint was withheld."""
@@ -64,7 +82,7 @@ class CheckpointGate:
     def confirm(self, step: int) -> None:
         """A clean audit confirms what was provisional."""
         confirmed, self._provisional = self._provisional, []
-        for saved in confirmed:
+        for saved, path in confirmed:
             self._reporter.emit(
                 CheckpointEvent(
                     step=saved,
@@ -73,6 +91,7 @@ class CheckpointGate:
                     reason=GateReason.OK,
                     detail=f"the audit of step {step} was clean",
                     audit_age=0,
+                    path=path,
                 )
             )
 
@@ -81,7 +100,7 @@ class CheckpointGate:
         self._provisional.clear()
 
     def _failed(
-        self, step: int, decision: GateDecision, error: Exception | None, operation: str
+        self, step: int, decision: GateDecision, error: BaseException | None, operation: str
     ) -> None:
         text = "" if error is None else f"{type(error).__name__}: {error}"
         rows = [json.loads(r) for r in self._exchange.gather(json.dumps(text).encode(), operation)]
@@ -100,6 +119,7 @@ class CheckpointGate:
         reason: GateReason,
         detail: str,
         audit_age: int | None,
+        path: str = "",
     ) -> None:
         self._reporter.emit(
             CheckpointEvent(
@@ -109,6 +129,7 @@ class CheckpointGate:
                 reason=reason,
                 detail=detail,
                 audit_age=audit_age,
+                path=path,
             )
         )
 

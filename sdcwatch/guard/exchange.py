@@ -335,7 +335,7 @@ class Code(IntEnum):
 
     CLEAN = 0
     NO_RECORD = 1
-    """The loop did not call guard.forward."""
+    """What was computed here cannot be replayed."""
     SEEN = 2
     """A non-finite value, or gradients that were not reduced."""
 
@@ -365,7 +365,7 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
     return top & ((1 << _CODE_BITS) - 1)
 
 
-def missing_ranks(exchange: Exchange, operation: str, *, here: bool) -> tuple[int, ...]:
-    """The ranks that are not `here`. Every rank calls it."""
-    rows = exchange.gather(b"1" if here else b"", operation)
-    return tuple(rank for rank, row in enumerate(rows) if not row)
+def missing_ranks(exchange: Exchange, operation: str, why: str) -> dict[int, str]:
+    """Ranks that cannot take part, and why; `why` is "" on those that can. Every rank calls it."""
+    rows = exchange.gather(why.encode(), operation)
+    return {rank: row.decode() for rank, row in enumerate(rows) if row}

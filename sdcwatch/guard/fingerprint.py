@@ -147,22 +147,27 @@ class ReplicaCheck:
         config: When it is due, and whether a failure stops the run.
         reporter: Takes the results.
         gate: Told of a checkpoint that is withheld.
+        scale: The loss scale of this rank's GradScaler; None without one.
 
     Attributes:
         weights: As given.
         tainted: The verdict that tainted the run, or None.
         passed_at: Step of the latest check that passed.
-        loss_gradient: The gradient that arrived at the latest loss: tells apart loss scales.
     """
 
     def __init__(
-        self, weights: WeightCheck, config: GuardConfig, reporter: Reporter, gate: CheckpointGate
+        self,
+        weights: WeightCheck,
+        config: GuardConfig,
+        reporter: Reporter,
+        gate: CheckpointGate,
+        scale: Callable[[], float | None],
     ) -> None:
         self.weights = weights
         self._config, self._reporter, self._gate = config, reporter, gate
+        self._scale = scale
         self.tainted: Verdict | None = None
         self.passed_at: int | None = None
-        self.loss_gradient: torch.Tensor | None = None
 
     def after_update(self, step: int) -> None:
         """Compare if it is due. Every rank calls it after the same update."""
@@ -208,10 +213,8 @@ class ReplicaCheck:
         if self.tainted is not None:
             return
         config = self._config
-        gradient = self.loss_gradient
-        judgement = self.weights.dissent(
-            f"the weight check of step {step}", None if gradient is None else float(gradient)
-        )
+        operation = f"the weight check of step {step}"
+        judgement = self.weights.dissent(operation, self._scale())
         verdict = self.tainted = self._reporter.verdicts.fingerprint(
             step, judgement, self.weights.tensors
         )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from sdcwatch.checks.payload import MicroBatch
-from sdcwatch.checks.replay import ReplayResult, replay
-
-LossFn = Callable[[torch.nn.Module, Any], torch.Tensor]
+_WRAPPED_IN = ("_orig_mod", "_forward_module")
+"""Where torch.compile and Fabric keep what they wrap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +18,23 @@ class Guarded:
 
     Attributes:
         model: As the loop calls it.
+        given: The same without what frameworks put around it: DDP, or what torch.compile made.
         ddp: The DDP wrapper, or None.
         module: What DDP calls: the bare module, compiled or not.
-        loss_fn: Computes the loss of a micro-batch.
-        optimizer: The innermost optimizer.
+        optimizers: The innermost optimizers.
         named: Name and parameter, frozen ones included.
         device: Device of the module.
+        scaler: The GradScaler that `init` was given; None to look for one.
     """
 
     model: torch.nn.Module
+    given: torch.nn.Module
     ddp: DistributedDataParallel | None
     module: torch.nn.Module
-    loss_fn: LossFn
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     named: tuple[tuple[str, torch.nn.Parameter], ...]
     device: torch.device
+    scaler: Any = None
 
     @property
     def process_group(self) -> Any:
@@ -45,12 +44,12 @@ class Guarded:
     @property
     def compiled(self) -> bool:
         """Whether torch.compile is around the model, inside DDP, or on a part of it."""
-        return is_compiled(self.model, self.module)
+        return is_compiled(self.given, self.module)
 
     @property
-    def compiled_around(self) -> bool:
-        """Whether torch.compile is around DDP: a replay of the bare module would run eagerly."""
-        return self.ddp is not None and self.ddp is not self.model
+    def synchronises(self) -> bool:
+        """Whether DDP reduces gradients in the backward of the call that it makes now."""
+        return self.ddp is None or bool(self.ddp.require_backward_grad_sync)
 
     def replicated(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
         """Tensors that must hold the same bits on every rank."""
@@ -59,28 +58,36 @@ class Guarded:
             tensors += [(n, b) for n, b in self.module.named_buffers() if b.dtype.is_floating_point]
         return tensors
 
-    def replay(self, micro_batch: MicroBatch, scale_free: bool = False) -> ReplayResult:
-        """Recompute a micro-batch on the bare module."""
-        return replay(self.module, self.loss_fn, micro_batch, self.named, scale_free=scale_free)
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without what Fabric puts around it."""
+    inner = model.__dict__.get("_modules", {}).get("_forward_module")
+    return unwrapped(inner) if isinstance(inner, torch.nn.Module) else model
 
 
 def bare_module(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside DDP and torch.compile."""
+    """The module inside DDP, torch.compile and Fabric."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif hasattr(model, "_orig_mod") and isinstance(model._orig_mod, torch.nn.Module):
-            model = model._orig_mod
+        elif (inner := _inside(model)) is not None:
+            model = inner
         else:
             return model
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper, also around or inside torch.compile; None if there is none."""
-    if isinstance(model, DistributedDataParallel):
-        return model
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, DistributedDataParallel) else None
+    """The DDP wrapper, also inside Fabric's module, around or inside torch.compile; or None."""
+    inner: torch.nn.Module | None = model
+    while inner is not None and not isinstance(inner, DistributedDataParallel):
+        inner = _inside(inner)
+    return inner
+
+
+def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
+    children = model.__dict__.get("_modules", {})
+    found = (children.get(name) for name in _WRAPPED_IN)
+    return next((child for child in found if isinstance(child, torch.nn.Module)), None)
 
 
 def is_compiled(model: torch.nn.Module, module: torch.nn.Module) -> bool:

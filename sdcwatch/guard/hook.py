@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from sdcwatch.checks.nonfinite import screen
+from sdcwatch.checks.nonfinite import probe
 from sdcwatch.guard.exchange import all_reduce_async
 
 UserHook = tuple[Any, Callable[..., Any]]
@@ -73,7 +73,7 @@ class GradientProbes:
         if self._on_bucket is not None:
             self._on_bucket()
             self.elements += _elements(buffer, bucket)
-            self.local.append(screen(buffer))
+            self.local.append(probe(buffer))
         if self._user_hook is not None:
             state, hook = self._user_hook
             future = hook(state, bucket)
@@ -103,7 +103,7 @@ class GradientProbes:
         value = future.value()
         tensor: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
         if not self.released:
-            self.reduced.append(screen(tensor))
+            self.reduced.append(probe(tensor))
         return tensor
 
 

@@ -1,23 +1,25 @@
 """Check 1: what this rank saw, read off the device once per step, and what became of it.
 
 The investigation runs only when a rank saw something, so it may gather. The flagged rank's
-micro-batches travel to a rank on another node with the captured gradient of the loss, so that a
-scaled overflow overflows again. What the facts mean is decided in `sdcwatch.core.nonfinite`.
+micro-batches travel to a rank on another node with the gradients that arrived at their outputs, so
+that a scaled overflow overflows again. What the facts mean is decided in `sdcwatch.core.nonfinite`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from sdcwatch.checks.captured import Backward
 from sdcwatch.checks.nonfinite import confirm_nonfinite
-from sdcwatch.checks.payload import MicroBatch, join, join_losses
-from sdcwatch.checks.replay import ReplayResult
+from sdcwatch.checks.payload import MicroBatch
+from sdcwatch.checks.replay import GradientSum, ReplayOptions, ReplayResult
+from sdcwatch.checks.torch_internals import live_grad_scalers
 from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.nonfinite import (
     NonfiniteJudgement,
@@ -37,15 +39,16 @@ from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.hook import GradientProbes
 from sdcwatch.guard.replay import (
     OwnStep,
+    Replay,
     SegmentMemory,
     pack_or_nothing,
-    result_table,
+    problem_of,
+    table_of,
     unpack_or_error,
     value_of,
 )
 from sdcwatch.guard.window import StepWindow
 
-ReplayScaled = Callable[[MicroBatch, bool], ReplayResult]
 SECONDS_PER_REPLAY = 60.0
 """How long others wait for one replay: nobody has timed one yet when a first step trips."""
 MAX_IN_A_ROW = 16
@@ -58,8 +61,7 @@ class NonfiniteInvestigation:
     Args:
         exchange: Moves facts and payloads.
         topology: Who is where.
-        replay: Recomputes a micro-batch; the flag asks for a loss gradient of one instead of the
-            captured one.
+        replay: Recomputes a micro-batch.
         device: Where received micro-batches go.
         memory: What the segment remembers; shared with the audits.
     """
@@ -68,7 +70,7 @@ class NonfiniteInvestigation:
         self,
         exchange: Exchange,
         topology: Topology,
-        replay: ReplayScaled,
+        replay: Replay,
         device: torch.device,
         memory: SegmentMemory | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class NonfiniteInvestigation:
         micro_batches: Sequence[MicroBatch],
         *,
         trusted: bool = True,
+        local: bool = True,
     ) -> NonfiniteJudgement:
         """Investigate. Every rank calls it when the agreed word of the step says so.
 
@@ -94,14 +97,15 @@ class NonfiniteInvestigation:
             own: What this rank saw.
             micro_batches: Everything this rank accumulated in the step, in order; empty if unknown.
             trusted: Preflight did not find that replays differ from steps.
+            local: Preflight did not find that a replay communicates: then a replay on some ranks
+                only would wait for the others for ever.
         """
         operation = f"the non-finite check of step {step}"
-        own = replace(own, loss_scaled=_scaled(micro_batches))
         message = {**asdict(own), "count": len(micro_batches)}
         rows = [
             json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), operation)
         ]
-        counts = [row.pop("count") for row in rows]
+        counts = [row.pop("count") if local else 0 for row in rows]
         facts = [RankFinite(**row) for row in rows]
         if not any(f.reduced or f.loss for f in facts):
             # A local value that is not finite makes a reduced one so: here its sum overflowed.
@@ -174,18 +178,20 @@ class NonfiniteInvestigation:
 
     def _nonfinite_again(self, micro_batches: Sequence[MicroBatch]) -> bool | None:
         """Whether one more replay of a step is not finite; None if it could not be made."""
-        results = [self._replay(m, False) for m in micro_batches]
-        if not results or any(r.error for r in results):
+        summed = GradientSum()
+        options = ReplayOptions(onto=summed)
+        results = [self._replay(m, options) for m in micro_batches]
+        if not results or any(map(problem_of, results)):
             return None
-        return any(_nonfinite(r) for r in results)
+        return summed.nonfinite() or any(map(_nonfinite, results))
 
     def _restless(self, micro_batches: Sequence[MicroBatch], operation: str) -> tuple[int, ...]:
         """Ranks whose repeats of their own work differ. Every rank calls it."""
         values = set()
         for _ in range(REPEATS):
-            results = [self._replay(m, False) for m in micro_batches]
-            if not any(r.error for r in results):
-                values.add(tuple(value_of(result_table(r.loss, r.gradients)) for r in results))
+            results = [self._replay(m, ReplayOptions()) for m in micro_batches]
+            if not any(map(problem_of, results)):
+                values.add(tuple(value_of(table_of(r, gradients=True)) for r in results))
         patience = SECONDS_PER_REPLAY * REPEATS * max(1, len(micro_batches))
         rows = self._exchange.gather(
             json.dumps(len(values) > 1).encode(), operation, extra_seconds=patience
@@ -208,6 +214,7 @@ class NonfiniteInvestigation:
         me = self._exchange.rank
         found: dict[int, list[ReplayResult]] = {p: [] for p, r in plan.items() if r == me}
         unscaled: dict[int, list[ReplayResult]] = {p: [] for p in found}
+        sums = {p: GradientSum() for p in found}  # a sum may overflow where no part does
         damaged: set[int] = set()
         for index in range(max(counts[p] for p in plan)):
             outgoing = {}
@@ -220,12 +227,15 @@ class NonfiniteInvestigation:
                     damaged.add(producer)
                     continue
                 self._held.setdefault(producer, []).append(micro_batch)
-                result = self._replay(micro_batch, False)
+                result = self._replay(micro_batch, ReplayOptions(onto=sums[producer]))
                 found[producer].append(result)
                 if _nonfinite(result):
-                    unscaled[producer].append(self._replay(micro_batch, True))
+                    free = ReplayOptions(scale_free=True)
+                    unscaled[producer].append(self._replay(micro_batch, free))
         own = [
-            _summarise(p, me, results, unscaled[p], damaged=p in damaged)
+            _summarise(
+                p, me, results, unscaled[p], damaged=p in damaged, summed=sums[p].nonfinite()
+            )
             for p, results in found.items()
         ]
         return self._share(own, operation, 2 * sum(counts[p] for p in plan))
@@ -244,10 +254,11 @@ class NonfiniteInvestigation:
         me = self._exchange.rank
         own = []
         if me in flagged:
-            results = [self._replay(m, False) for m in micro_batches]
+            results = [self._replay(m, ReplayOptions()) for m in micro_batches]
             pairs = zip(micro_batches, results, strict=True)
-            free = [self._replay(m, True) for m, r in pairs if _nonfinite(r)]
-            own.append(_summarise(me, me, results, free, damaged=False))
+            unscaled = ReplayOptions(scale_free=True)
+            free = [self._replay(m, unscaled) for m, r in pairs if _nonfinite(r)]
+            own.append(_summarise(me, me, results, free, damaged=False, summed=False))
         replays = self._share(own, operation, 2 * len(micro_batches))
         explained = all(r.nonfinite and r.nonfinite_unscaled is False for r in replays.values())
         return replays if explained else {}
@@ -275,14 +286,14 @@ class NonfiniteCheck:
     investigation: NonfiniteInvestigation
 
 
-def _scaled(micro_batches: Sequence[MicroBatch]) -> bool:
-    """Whether the loss was scaled up before its backward, as GradScaler does."""
-    gradients = [m.loss_gradient for m in micro_batches if m.loss_gradient is not None]
-    return any(bool((g.abs() > 1).any()) for g in gradients)
+def loss_scale(guarded: Guarded) -> float | None:
+    """The scale of the GradScaler that `init` was given, else of any that lives; None without."""
+    scalers = live_grad_scalers() if guarded.scaler is None else [guarded.scaler]
+    return next((float(s.get_scale()) for s in scalers if s.is_enabled()), None)
 
 
 def _nonfinite(result: ReplayResult) -> bool:
-    return result.loss_nonfinite or result.gradient_nonfinite
+    return result.outputs_nonfinite or result.gradients_nonfinite
 
 
 def _summarise(
@@ -292,13 +303,14 @@ def _summarise(
     unscaled: Sequence[ReplayResult],
     *,
     damaged: bool,
+    summed: bool,
 ) -> ReplayFinite:
-    errors = [r.error for r in results if r.error]
+    errors = [problem for r in results if (problem := problem_of(r))]
     error = errors[0] if errors else ("the payload arrived damaged" if damaged else "")
     return ReplayFinite(
         producer=producer,
         replayer=replayer,
-        nonfinite=any(_nonfinite(r) for r in results),
+        nonfinite=summed or any(_nonfinite(r) for r in results),
         nonfinite_unscaled=any(_nonfinite(r) for r in unscaled) if unscaled else None,
         error=error,
     )
@@ -321,36 +333,91 @@ def gradient_homes(guarded: Guarded) -> dict[int, int]:
 
 
 def observe(
-    guarded: Guarded, screen: GradientProbes, window: StepWindow, rank: int
+    guarded: Guarded,
+    probes: GradientProbes,
+    window: StepWindow,
+    rank: int,
+    recorded_loss: torch.Tensor | None,
 ) -> tuple[RankFinite, float | None]:
-    """The step's one read of the device: loss, local and reduced screens.
+    """The step's one read of the device: loss, outputs, what arrived there, local and reduced.
+
+    Args:
+        guarded: Whose gradients are looked at.
+        probes: What the communication hook saw.
+        window: The step.
+        rank: This rank.
+        recorded_loss: What `Guard.record_loss` was given in this step, () on any device, or None.
 
     Returns:
-        What this rank saw, `weights` not looked at, and the last finite or non-finite loss; None
-        for a step without one.
+        What this rank saw, `weights` not looked at, and the last loss, finite or not; None for a
+        step without one.
     """
-    losses = [f.value.reshape(()).float() for f in window.finished_forwards]
+    backwards = [*window.earlier.backwards, *([window.backward] if window.backward else [])]
+    scalar = _scalar_output(backwards)
     if guarded.ddp is None:
         local = reduced = [g.sum().float() for g in _gradients(guarded)]
         elements = expected = 0
     else:
-        local, reduced = screen.local, screen.reduced
-        elements, expected = screen.elements, _expected_elements(guarded)
-    values = torch.stack([*losses, *local, *reduced]).tolist() if losses or local else []
-    n, m = len(losses), len(losses) + len(local)
-    seen_local, seen_reduced = (not all(map(math.isfinite, v)) for v in (values[n:m], values[m:]))
-    if seen_reduced:  # the sum of finite numbers may overflow
-        seen_reduced = any(confirm_nonfinite(g) for g in _gradients(guarded))
+        local, reduced = probes.local, probes.reduced
+        elements, expected = probes.elements, _expected_elements(guarded)
+    parts = (
+        [] if recorded_loss is None else [recorded_loss],  # may be of the step before: only shown
+        [] if scalar is None else [scalar],
+        [b.probes for b in backwards if b.probes is not None],
+        [b.arrived for b in backwards if b.arrived is not None],
+        local,
+        reduced,
+    )
+    recorded, losses, outputs, arrived, seen_local, seen_reduced = _read(parts, guarded.device)
+    reduced_nonfinite = _nonfinite_in(seen_reduced)
+    if reduced_nonfinite:  # the sum of finite numbers may overflow
+        reduced_nonfinite = any(confirm_nonfinite(g) for g in _gradients(guarded))
     own = RankFinite(
         rank=rank,
-        local=seen_local,
-        reduced=seen_reduced,
-        loss=not all(map(math.isfinite, values[:n])),
+        local=_nonfinite_in(seen_local),
+        reduced=reduced_nonfinite,
+        # Of an output that is no scalar, infinities may be a mask's: a fact beside a gradient only.
+        loss=_nonfinite_in(losses) or (_nonfinite_in(seen_local) and _nonfinite_in(outputs)),
         weights=False,
         buckets_reduced=elements,
         buckets_expected=expected,
+        arrived=_nonfinite_in(arrived),
+        nan=any(map(math.isnan, (*seen_local, *arrived))),
     )
-    return own, values[n - 1] if n else None
+    return own, next(iter((*recorded, *losses)), None)
+
+
+def _nonfinite_in(values: Sequence[float]) -> bool:
+    return not all(map(math.isfinite, values))
+
+
+def not_replayable(window: StepWindow, micro_batches: Sequence[MicroBatch]) -> str:
+    """Why the micro-batches of a step cannot be replayed, or ""."""
+    if window.earlier.dropped:
+        return f"{window.earlier.dropped} earlier micro-batches were not kept (max_payload_mb)"
+    return next((m.problem for m in micro_batches if m.problem), "")
+
+
+def _scalar_output(backwards: Sequence[Backward]) -> torch.Tensor | None:
+    return next((b.loss for b in reversed(backwards) if b.loss is not None), None)
+
+
+def _read(parts: Sequence[Sequence[torch.Tensor]], device: torch.device) -> tuple[list[float], ...]:
+    """The values of several groups of float tensors, in one transfer to the host."""
+    flat = [[t.detach().reshape(-1).to(device, torch.float32) for t in group] for group in parts]
+    every = [t for group in flat for t in group]
+    values = torch.cat(every).tolist() if every else []
+    read = []
+    for group in flat:
+        size = sum(t.numel() for t in group)
+        read.append(values[:size])
+        values = values[size:]
+    return tuple(read)
+
+
+def fill_with_nan(gradient: torch.Tensor) -> None:
+    """Make a gradient NaN in place, also a sparse one."""
+    (gradient._values() if gradient.is_sparse else gradient).fill_(float("nan"))
 
 
 def _gradients(guarded: Guarded) -> list[torch.Tensor]:
@@ -396,12 +463,24 @@ def gradients_hold_nan(guarded: Guarded) -> bool:
 
 def own_step(window: StepWindow) -> OwnStep | None:
     """What was captured of the synchronising backward; None if it cannot be replayed."""
-    captured = [
-        f.pending.finish() for f in window.finished_forwards if f.synchronises and f.pending.audit
-    ]
-    if not captured or any(c.loss is None or c.gradients is None for c in captured):
+    backward = window.backward
+    if backward is None or not backward.audited or backward.outputs is None:
         return None
-    losses = [c.loss for c in captured if c.loss is not None]
     return OwnStep(
-        join([c.micro_batch for c in captured]), join_losses(losses), captured[-1].gradients
+        backward.micro_batch,
+        backward.outputs,
+        backward.gradients,
+        doors=backward.doors,
+        problem=_problem(backward),
     )
+
+
+def _problem(backward: Backward) -> str:
+    """Why a comparison would mean nothing, by what was seen of the step itself."""
+    weights = backward.weights
+    if weights is not None and bool((weights != weights[:1]).any()):
+        return (
+            "the weights were changed between the call of the module and the end of the backward: "
+            "change them after optimizer.step()"
+        )
+    return backward.micro_batch.problem

@@ -18,15 +18,15 @@ from sdcwatch.errors import ConfigurationError, SdcwatchError
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """The innermost real optimizer: accelerate and others wrap it in an attribute ``optimizer``.
+    """The innermost real optimizer: accelerate, Fabric and others keep it in an attribute.
 
     Raises:
         ConfigurationError: There is none, or it is LBFGS, whose closure runs a varying number of
             times per rank.
     """
     inner = optimizer
-    while not isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "optimizer"):
-        inner = inner.optimizer
+    while (held := _wrapped(inner)) is not None:
+        inner = held
     if not isinstance(inner, torch.optim.Optimizer):
         msg = (
             f"Expected `optimizer` to be a torch.optim.Optimizer, but got {type(optimizer)}. "
@@ -42,10 +42,24 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Every parameter that an optimizer updates."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _wrapped(optimizer: Any) -> Any | None:
+    """What a wrapper, by composition or by inheritance, updates with."""
+    for name in ("optimizer", "_optimizer"):
+        held = getattr(optimizer, "__dict__", {}).get(name)
+        if held is not None and held is not optimizer and hasattr(held, "step"):
+            return held
+    return None
+
+
 class _Session(Protocol):
     def update_is_skipped(self) -> bool: ...
 
-    def after_update(self, *, skipped: bool) -> None: ...
+    def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None: ...
 
 
 @dataclass
@@ -87,10 +101,6 @@ class OptimizerHooks:
         if self._depth and not self._in_closure:
             self._put_back()
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Every parameter that the optimizer updates."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1
         if self._depth > 1:  # an optimizer that steps inside its own step
@@ -125,7 +135,7 @@ class OptimizerHooks:
             saved.digest = self._digest()
         for group in self.optimizer.param_groups:
             saved.numbers.append({k: v for k, v in group.items() if k != "params"})
-        for parameter in self.parameters():
+        for parameter in parameters_of(self.optimizer):
             if parameter.grad is not None:
                 saved.gradients.append((parameter, parameter.grad))
                 parameter.grad = None
@@ -137,7 +147,7 @@ class OptimizerHooks:
             return
         skipped = self._saved is not None
         self._put_back()
-        self._session.after_update(skipped=skipped)
+        self._session.after_update(self.optimizer, skipped=skipped)
 
     def _put_back(self) -> None:
         saved, self._saved, self._depth = self._saved, None, 0
@@ -159,7 +169,7 @@ class OptimizerHooks:
     def _digest(self) -> tuple[int, ...]:
         """Fingerprint of weights and state, on the host."""
         tensors: list[torch.Tensor | None] = []
-        for parameter in self.parameters():
+        for parameter in parameters_of(self.optimizer):
             tensors.append(parameter.detach())
             state = self.optimizer.state.get(parameter, {})
             tensors += [v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]

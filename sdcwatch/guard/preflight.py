@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
+from sdcwatch.checks.payload import pack, packed_size
+from sdcwatch.checks.replay import ReplayOptions, ReplayResult
+from sdcwatch.checks.serialise import NotTransportable
 from sdcwatch.core.preflight import (
     PreflightJudgement,
     SelfAudit,
@@ -16,7 +20,9 @@ from sdcwatch.core.preflight import (
 )
 from sdcwatch.core.records import SHOWN, Coverage
 from sdcwatch.guard.exchange import Exchange
-from sdcwatch.guard.replay import OwnStep, Replay, RingAudit, result_table
+from sdcwatch.guard.replay import OwnStep, RingAudit, result_table, table_of
+
+MIB = 2**20
 
 
 class Preflight:
@@ -24,31 +30,38 @@ class Preflight:
 
     Args:
         exchange: Gathers what each rank found.
-        replay: Recomputes one micro-batch.
+        replay_packed: Recomputes one micro-batch from its bytes.
         names: Parameter names in the order of the gradient tables.
         rounds: Steps on which everything must repeat.
         facts: What decides which kernels run on this rank.
+        max_payload_bytes: Largest micro-batch that may travel.
 
     Attributes:
         coverage: The answer; None while there is none.
         deterministic: Deterministic kernels are needed, from the next step on.
         repeats: Recomputations without a mismatch, over all ranks.
+        local: No replay has communicated.
+        payload_bytes: Bytes of the largest micro-batch of any rank so far.
     """
 
     def __init__(
         self,
         exchange: Exchange,
-        replay: Replay,
+        replay_packed: Callable[[torch.Tensor, ReplayOptions], ReplayResult],
         names: Sequence[str],
         *,
         rounds: int,
         facts: Callable[[], dict[str, str]],
+        max_payload_bytes: int,
     ) -> None:
-        self._exchange, self._replay = exchange, replay
+        self._exchange, self._replay_packed = exchange, replay_packed
+        self._max_payload_bytes = max_payload_bytes
         self._names, self._rounds, self._facts = tuple(names), rounds, facts
         self.coverage: Coverage | None = None
         self.deterministic = False
         self.repeats = 0
+        self.local = True
+        self.payload_bytes = 0
         self.reason = ""
         self.notes: tuple[str, ...] = ()
         self._passed = 0
@@ -69,7 +82,8 @@ class Preflight:
             Whether an audit over the ring is worth making on this step.
         """
         operation = f"the preflight of step {step}"
-        message = {"audit": asdict(self._audit(own)), "facts": self._facts()}
+        audit = asdict(self._audit(own))
+        message = {"audit": audit, "bytes": self.payload_bytes, "facts": self._facts()}
         rows = [
             json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), operation)
         ]
@@ -77,10 +91,9 @@ class Preflight:
         if differences:
             self.decide(Coverage.OFF, "ranks run different software: " + "; ".join(differences))
             return False
-        audits = [
-            SelfAudit(**{**row["audit"], "differing": tuple(row["audit"]["differing"])})
-            for row in rows
-        ]
+        audits = [SelfAudit(**_tuples(row["audit"])) for row in rows]
+        self.local = self.local and not any(audit.collectives for audit in audits)
+        self.payload_bytes = max(row["bytes"] for row in rows)
         return self._take(judge_preflight(audits, deterministic=self.deterministic))
 
     def _take(self, judgement: PreflightJudgement) -> bool:
@@ -100,24 +113,52 @@ class Preflight:
         return True
 
     def _audit(self, own: OwnStep) -> SelfAudit:
-        first, second = self._replay(own.micro_batch), self._replay(own.micro_batch)
+        """Replay this rank's own step twice, from the bytes that another rank would get."""
         rank = self._exchange.rank
-        for result in (first, second):
-            if result.error:
-                return SelfAudit(rank=rank, error=result.error)
-        expected = result_table(own.loss, own.gradients)
-        one = result_table(first.loss, first.gradients)
-        two = result_table(second.loss, second.gradients)
-        differs = (expected != one).any(dim=1)
-        names = [self._names[i] for i in differs[1:].nonzero().flatten().tolist()]
-        return SelfAudit(
+        if own.doors or own.problem:
+            return SelfAudit(rank=rank, doors=own.doors, not_run=own.problem)
+        try:
+            if (size := packed_size(own.micro_batch)) > self._max_payload_bytes:
+                return SelfAudit(rank=rank, not_run=_too_large(size, self._max_payload_bytes))
+            message = pack(own.micro_batch)
+        except NotTransportable as error:
+            return SelfAudit(rank=rank, not_run=str(error))
+        self.payload_bytes = max(self.payload_bytes, size)
+        one, two = (self._replay_packed(message, ReplayOptions(watch=True)) for _ in range(2))
+        audit = SelfAudit(
             rank=rank,
+            error=one.error or two.error,
+            out_of_memory="OutOfMemory" in one.error + two.error,
+            collectives=one.collectives or two.collectives,
+            left_behind=tuple(m for m in one.trace if m.startswith("parameter ")),
+            disturbed=one.disturbed or two.disturbed,
+            not_run=one.not_run or two.not_run,
+        )
+        if one.outputs is None or two.outputs is None:
+            return audit
+        first, second = (table_of(result, gradients=True) for result in (one, two))
+        differs = (result_table(own.outputs, own.gradients) != first).any(dim=1)
+        names = [self._names[i] for i in differs[1:].nonzero().flatten().tolist()]
+        return replace(
+            audit,
             outputs_equal=not bool(differs[0]),
             gradients_equal=not names,
-            loss_repeats=torch.equal(one[0], two[0]),
-            gradients_repeat=torch.equal(one[1:], two[1:]),
+            loss_repeats=torch.equal(first[0], second[0]),
+            gradients_repeat=torch.equal(first[1:], second[1:]),
             differing=tuple(names[:SHOWN]),
         )
+
+
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record from JSON, which knows no tuples."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in row.items()}
+
+
+def _too_large(size: int, limit: int) -> str:
+    return (
+        f"a micro-batch is {size / MIB:,.0f} MiB, and max_payload_mb allows {limit / MIB:,.0f}: "
+        "raise it, or compute the loss inside the module, so that no large output travels"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sdcwatch.checks.fingerprint import digest_tensor
-from sdcwatch.checks.payload import MicroBatch, NotTransportable, PayloadDamaged, pack, unpack
-from sdcwatch.checks.replay import ReplayResult
+from sdcwatch.checks.payload import MicroBatch, PayloadDamaged, pack, unpack
+from sdcwatch.checks.replay import ReplayOptions, ReplayResult
+from sdcwatch.checks.serialise import NotTransportable
 from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.history import History
 from sdcwatch.core.preflight import environment_differences
@@ -42,10 +43,11 @@ from sdcwatch.core.replay import (
     settle,
     usable_facts,
 )
+from sdcwatch.core.text import list_names
 from sdcwatch.core.topology import Pairing, Topology, draw_pairing
 from sdcwatch.guard.exchange import Exchange
 
-Replay = Callable[[MicroBatch], ReplayResult]
+Replay = Callable[[MicroBatch, ReplayOptions], ReplayResult]
 COMPARISONS_SHOWN = 64
 """Comparisons that did not match, of which a verdict carries the details."""
 SLACK = 3.0
@@ -58,14 +60,18 @@ class OwnStep:
 
     Attributes:
         micro_batch: What it computed from.
-        loss: Digest of the loss bits.
+        outputs: Digests of the outputs that got a gradient, int64 (k, 2).
         gradients: Fingerprints of this backward's gradients, int64 (parameters, 2); None to compare
-            the loss only.
+            the outputs only.
+        doors: Ways by which gradients entered other than by the outputs.
+        problem: Why it must not be compared for another reason, or "".
     """
 
     micro_batch: MicroBatch
-    loss: tuple[int, int]
+    outputs: torch.Tensor
     gradients: torch.Tensor | None
+    doors: tuple[str, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +216,7 @@ class RingAudit:
         me = self._exchange.rank
         to, producer = pairing.replayer[me], pairing.producer[me]
         started = time.perf_counter()
-        table = result_table(own.loss, own.gradients)
+        table = result_table(own.outputs, own.gradients)
         packed = pack_or_nothing(own.micro_batch)
         payload = self._exchange.route({to: packed}, [producer], operation)[producer]
         theirs = self._exchange.route({to: frame_table(table)}, [producer], operation)[producer]
@@ -248,12 +254,12 @@ class RingAudit:
 
     def _recompute(self, producer: int, *, gradients: bool) -> tuple[torch.Tensor | None, str]:
         started = time.perf_counter()
-        result = self._replay(self._held[producer])
+        result = self._replay(self._held[producer], ReplayOptions())
         self._slowest = max(self._slowest, time.perf_counter() - started)
         self._spent(Phase.REPLAY, started)
-        if result.error:
-            return None, result.error
-        return result_table(result.loss, result.gradients if gradients else None), ""
+        if problem := problem_of(result):
+            return None, problem
+        return table_of(result, gradients=gradients), ""
 
     def _blame(
         self, finding: _Finding, pairing: Pairing, own: OwnStep, operation: str
@@ -302,7 +308,7 @@ class RingAudit:
 
     def _restless(self, own: OwnStep, operation: str, *, gradients: bool) -> tuple[int, ...]:
         """Ranks that do not get their own step's result in every repeat of it."""
-        expected = value_of(result_table(own.loss, own.gradients))
+        expected = value_of(result_table(own.outputs, own.gradients))
         wrong = False
         for _ in range(REPEATS):
             table, _ = self._recompute(self._exchange.rank, gradients=gradients)
@@ -384,7 +390,7 @@ class RingAudit:
         """Too many mismatches for a broken device: does each rank repeat itself, and in what?"""
         table, error = self._recompute(self._exchange.rank, gradients=gradients)
         same = table is not None and value_of(table) == value_of(
-            result_table(own.loss, own.gradients)
+            result_table(own.outputs, own.gradients)
         )
         message = {"same": same, "error": error, "environment": self._facts()}
         rows = [
@@ -456,10 +462,27 @@ def unpack_or_error(payload: torch.Tensor, device: torch.device) -> MicroBatch |
         return f"NotTransportable: {error}"
 
 
-def result_table(loss: tuple[int, int], gradients: torch.Tensor | None) -> torch.Tensor:
-    """Loss digest and gradient fingerprints as one int64 (1 + parameters, 2) CPU tensor."""
-    signed = [v - 2**64 if v >= 2**63 else v for v in loss]
-    head = torch.tensor([signed], dtype=torch.int64)
+def problem_of(result: ReplayResult) -> str:
+    """Why a replay has no vote, or ""."""
+    if result.error or result.not_run:
+        return result.error or result.not_run
+    if result.disturbed:
+        return f"{list_names(result.disturbed)} disturbed by another thread: no vote"
+    return ""
+
+
+def table_of(result: ReplayResult, *, gradients: bool) -> torch.Tensor:
+    """What a replay that has a vote came to, in the form of `result_table`."""
+    assert result.outputs is not None
+    table = result_table(result.outputs, result.gradients if gradients else None)
+    if not result.inner_equal:  # of the producer's own step it is equal by definition
+        table[0] += 1
+    return table
+
+
+def result_table(outputs: torch.Tensor, gradients: torch.Tensor | None) -> torch.Tensor:
+    """One digest of all outputs and the fingerprints of gradients: int64 (1 + n, 2), on the CPU."""
+    head = digest_tensor(outputs.cpu()).reshape(1, 2)
     return head if gradients is None else torch.cat([head, gradients.cpu()])
 
 

@@ -430,13 +430,11 @@ class VerdictBuilder:
             step=step, time=time.time(), check=Check.REPLAY, outcome=outcome, reason=reason
         )
 
-    def without_record(self, step: int, ranks: tuple[int, ...]) -> Verdict:
-        """An audit was due, and some ranks computed their loss without the guard."""
-        reason = (
-            f"the loop did not call guard.forward on {list_ranks(ranks)} in this step; "
-            "the next step is audited instead"
-        )
-        return replace(self.not_run(step, reason), ranks=ranks)
+    def without_record(self, step: int, reasons: Mapping[int, str]) -> Verdict:
+        """An audit was due, and the step of some ranks cannot be replayed."""
+        first = next(iter(reasons.values()), "")
+        reason = f"{first} on {list_ranks(reasons)}; the next step is audited instead"
+        return replace(self.not_run(step, reason), ranks=tuple(reasons))
 
     def fingerprint(self, step: int, judgement: FingerprintJudgement, tensors: int) -> Verdict:
         """Replicas differ: the run is tainted."""

@@ -21,8 +21,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch import __version__
-from sdcwatch.checks.capture import Capture
-from sdcwatch.checks.determinism import DeterministicSwitches, EagerStance, environment_facts
+from sdcwatch.checks.calling import choose_caller
+from sdcwatch.checks.capture import CallCapture
+from sdcwatch.checks.determinism import DeterministicSwitches, environment_facts
+from sdcwatch.checks.replay import Replayer
 from sdcwatch.config import GuardConfig, LauncherEnvironment, launcher_environment
 from sdcwatch.core.introduction import (
     Introduction,
@@ -38,9 +40,9 @@ from sdcwatch.errors import ConfigurationError, SchemaMismatch
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, GlooExchange
 from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, WeightCheck
-from sdcwatch.guard.guarded import Guarded, LossFn, bare_module, find_ddp
+from sdcwatch.guard.guarded import Guarded, bare_module, find_ddp, unwrapped
 from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
-from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation
+from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation, loss_scale
 from sdcwatch.guard.optimizer import unwrap
 from sdcwatch.guard.preflight import Preflight, ReplayCheck
 from sdcwatch.guard.replay import AuditPolicy, RingAudit
@@ -54,6 +56,7 @@ from sdcwatch.sinks.jsonl import run_id_of
 from sdcwatch.sinks.wandb import active_run_id
 
 POLLS_PER_DEADLINE = 10
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Assembly:
     exchange: GlooExchange
     reporter: Reporter
     probes: GradientProbes
+    capture: CallCapture
     preflight: Preflight
     gate: CheckpointGate
     replicas: ReplicaCheck
@@ -92,9 +96,7 @@ class Assembly:
     close_console: Callable[[], None]
 
 
-def assemble(
-    model: torch.nn.Module, optimizer: Any, loss_fn: LossFn, options: Mapping[str, Any]
-) -> Assembly:
+def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any]) -> Assembly:
     """Check the arguments, meet the other ranks, and build. Every rank calls it.
 
     Nothing is put on the model yet; see `register_hook`.
@@ -105,8 +107,8 @@ def assemble(
     arguments = dict(options)
     sinks: Sequence[Sink] = arguments.pop("sinks", ())
     config = GuardConfig.from_env(**arguments)
-    ddp, inner = require_guardable(model, optimizer, loss_fn, config)
-    guarded = _guarded(model, ddp, inner, loss_fn)
+    ddp, optimizers = require_guardable(model, optimizer, config)
+    guarded = _guarded(model, ddp, optimizers, config)
     close_console = open_console(console=config.console)
     try:
         exchange = GlooExchange(
@@ -153,7 +155,7 @@ def meet(exchange: Exchange, config: GuardConfig, guarded: Guarded) -> Meeting:
     domain, note = choose_fault_domain(infos, config.fault_domain)
     topology = Topology(infos, domain)
     off = why_audits_are_off(config, topology)
-    unguarded = why_partly_guarded(guarded.module, guarded.optimizer)
+    unguarded = why_partly_guarded(guarded.module, guarded.optimizers)
     notes = tuple(n for n in (note if not off else "", off, unguarded) if n)
     return Meeting(ranks[0].run, ranks[0].run_id, topology, off, notes)
 
@@ -207,25 +209,31 @@ def _build(
         config,
         reporter,
         gate,
+        scale=lambda: loss_scale(guarded),
     )
-    replay = _replay_check(config, guarded, exchange, meeting)
-    watchdog = _watchdog(config, exchange, reporter)
-    # Late: from here on the hook of a closed guard, which DDP keeps, calls this one.
+    # Late: hooks call what is made below; that of a closed guard, which DDP keeps, calls this one.
     probes = _probes(config, guarded, exchange, lambda: steps.bucket_arrived())
+    capture = CallCapture(
+        guarded.module,
+        guarded.named,
+        guarded.device,
+        on_gradient=lambda: steps.gradient_arrives(),
+        audit=lambda: steps.call_begins(),
+        max_kept_bytes=config.max_payload_mb * MIB,
+    )
+    replayer = Replayer(capture, choose_caller(guarded.given, guarded.ddp, guarded.module))
+    replay = _replay_check(config, guarded, exchange, meeting, replayer)
+    watchdog = _watchdog(config, exchange, reporter)
     steps = StepController(
         config,
         guarded,
         exchange,
         reporter,
-        recorder=Recorder(
-            Capture(guarded.module, guarded.named, guarded.device),
-            DeterministicSwitches(guarded.device),
-            EagerStance(),
-        ),
+        recorder=Recorder(capture, DeterministicSwitches(guarded.device)),
         nonfinite=NonfiniteCheck(
             probes,
             NonfiniteInvestigation(
-                exchange, meeting.topology, guarded.replay, guarded.device, replay.audit.memory
+                exchange, meeting.topology, replayer.run, guarded.device, replay.audit.memory
             ),
         ),
         replay=replay,
@@ -239,6 +247,7 @@ def _build(
         exchange=exchange,
         reporter=reporter,
         probes=probes,
+        capture=capture,
         preflight=replay.preflight,
         gate=gate,
         replicas=replicas,
@@ -249,15 +258,26 @@ def _build(
 
 
 def _replay_check(
-    config: GuardConfig, guarded: Guarded, exchange: Exchange, meeting: Meeting
+    config: GuardConfig,
+    guarded: Guarded,
+    exchange: Exchange,
+    meeting: Meeting,
+    replayer: Replayer,
 ) -> ReplayCheck:
     names = [name for name, _ in guarded.named]
     facts = partial(_facts, guarded)
     rounds = config.preflight_micro_batches
     policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts)
     return ReplayCheck(
-        Preflight(exchange, guarded.replay, names, rounds=rounds, facts=facts),
-        RingAudit(exchange, meeting.topology, guarded.replay, names, policy=policy),
+        Preflight(
+            exchange,
+            replayer.run_packed,
+            names,
+            rounds=rounds,
+            facts=facts,
+            max_payload_bytes=config.max_payload_mb * MIB,
+        ),
+        RingAudit(exchange, meeting.topology, replayer.run, names, policy=policy),
         meeting.audits_off,
     )
 
@@ -276,12 +296,20 @@ def register_hook(guarded: Guarded, probes: GradientProbes) -> None:
 def _guarded(
     model: torch.nn.Module,
     ddp: DistributedDataParallel | None,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: LossFn,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    config: GuardConfig,
 ) -> Guarded:
     named = tuple(bare_module(model).named_parameters())
-    module = model if ddp is None else ddp.module
-    return Guarded(model, ddp, module, loss_fn, optimizer, named, named[0][1].device)
+    return Guarded(
+        model=model,
+        given=unwrapped(model),
+        ddp=ddp,
+        module=unwrapped(model) if ddp is None else ddp.module,
+        optimizers=optimizers,
+        named=named,
+        device=named[0][1].device,
+        scaler=config.scaler,
+    )
 
 
 def why_audits_are_off(config: GuardConfig, topology: Topology) -> str:
@@ -382,19 +410,21 @@ def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -
     )
 
 
-def unguarded_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the trainable parameters of `module` that `optimizer` does not hold."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+def unguarded_parameters(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[str]:
+    """Names of the trainable parameters of `module` that none of `optimizers` holds."""
+    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     return [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
 
 
 def require_guardable(
-    model: torch.nn.Module, optimizer: Any, loss_fn: Callable[..., Any], config: GuardConfig
-) -> tuple[DistributedDataParallel | None, torch.optim.Optimizer]:
+    model: torch.nn.Module, optimizer: Any, config: GuardConfig
+) -> tuple[DistributedDataParallel | None, tuple[torch.optim.Optimizer, ...]]:
     """Check what `sdcwatch.init` was given.
 
     Returns:
-        The DDP wrapper or None, and the innermost optimizer.
+        The DDP wrapper or None, and the innermost optimizers.
 
     Raises:
         ConfigurationError: Something cannot be guarded; the message says what to do.
@@ -404,14 +434,13 @@ def require_guardable(
             f"Expected `model` to be a torch.nn.Module, but got {type(model)}. Pass the DDP model."
         )
         raise ConfigurationError(msg)
-    if not callable(loss_fn):
-        msg = (
-            f"Expected `loss_fn` to be callable as loss_fn(model, batch), but got {type(loss_fn)}. "
-            "Pass the function that computes the loss."
-        )
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = tuple(dict.fromkeys(map(unwrap, given)))
+    if not optimizers:
+        msg = "Expected one optimizer or more, but got none. Pass those that update the model."
         raise ConfigurationError(msg)
-    inner = unwrap(optimizer)
-    _refuse_sharding(model, inner)
+    for one in optimizers:
+        _refuse_sharding(model, one)
     ddp = find_ddp(model)
     if ddp is None and config.audit_every is not None:
         msg = (
@@ -426,14 +455,15 @@ def require_guardable(
         )
         raise ConfigurationError(msg)
     ours = {id(p) for p in bare_module(model).parameters()}
-    theirs = [p for group in inner.param_groups for p in group["params"]]
-    if not any(id(p) in ours for p in theirs):
-        msg = (
-            "Expected `optimizer` to update parameters of `model`, but got one that holds none of "
-            "them. Build it from model.parameters()."
-        )
-        raise ConfigurationError(msg)
-    return ddp, inner
+    for one in optimizers:
+        theirs = [p for group in one.param_groups for p in group["params"]]
+        if not any(id(p) in ours for p in theirs):
+            msg = (
+                "Expected `optimizer` to update parameters of `model`, but got one that holds none "
+                "of them. Build it from model.parameters()."
+            )
+            raise ConfigurationError(msg)
+    return ddp, optimizers
 
 
 def _is_a(thing: object, name: str) -> bool:
@@ -532,7 +562,7 @@ def _gpu(device: torch.device) -> tuple[int | None, str | None]:
 
 _OF_ONE_RANK = frozenset(
     ("run", "run_dir", "node", "instance_id", "gpu_uuid", "comm_hook", "telemetry", "console")
-)
+) | {"scaler"}
 """Options that may differ: everything else decides when a rank meets the others."""
 _SAID_BY_DESYNC = frozenset(("start_step",))
 """The first header compares steps, and its error says which rank is at which."""
@@ -569,12 +599,13 @@ def schema_of(named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, str,
     return [(name, str(tuple(t.shape)), str(t.dtype)) for name, t in named]
 
 
-def why_partly_guarded(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def why_partly_guarded(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     """A sentence about parameters that another optimizer updates, or ""."""
-    names = unguarded_parameters(module, optimizer)
+    names = unguarded_parameters(module, optimizers)
     if not names:
         return ""
     return (
-        f"{count(len(names), 'trainable parameter')} ({list_names(names)}) not in this optimizer: "
-        "after a failed check only the guarded optimizer's update is skipped"
+        f"{count(len(names), 'trainable parameter')} ({list_names(names)}) not in the optimizers "
+        "that init was given: after a failed check only their updates are skipped. Pass every "
+        "optimizer, as sdcwatch.init(model, [one, other])"
     )

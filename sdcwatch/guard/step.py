@@ -16,11 +16,12 @@ GradScaler does.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from sdcwatch.checks import torch_internals as internals
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.checkpoint import audit_due
 from sdcwatch.core.nonfinite import RankFinite, after_join
@@ -36,32 +37,28 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
+from sdcwatch.core.text import list_names
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Code, Exchange, Operation, agree, missing_ranks
 from sdcwatch.guard.fingerprint import ReplicaCheck
 from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.nonfinite import (
     NonfiniteCheck,
+    fill_with_nan,
     gradient_homes,
     gradients_hold_nan,
+    loss_scale,
+    not_replayable,
     observe,
     own_step,
     weights_nonfinite,
 )
+from sdcwatch.guard.optimizer import parameters_of
 from sdcwatch.guard.preflight import ReplayCheck
 from sdcwatch.guard.replay import AuditResult, OwnStep
 from sdcwatch.guard.reporter import Reporter
 from sdcwatch.guard.watchdog import Watchdog
-from sdcwatch.guard.window import (
-    Decision,
-    Forward,
-    Recorder,
-    StepWindow,
-    graph_of,
-    require_scalar,
-)
-
-_ENGINE = torch.autograd.Variable._execution_engine
+from sdcwatch.guard.window import Decision, Recorder, StepWindow
 
 
 class StepController:
@@ -86,6 +83,8 @@ class StepController:
         armed: Preflight has ended.
         skips: Updates that did not happen.
         error: What the guard raised in a backward or an update, for the last record.
+        recorded_loss: What `Guard.record_loss` was given, until it is read.
+        recover: Puts back what an optimizer step that ended in an exception left.
     """
 
     def __init__(  # noqa: PLR0913 - the collaborators of a step, each once
@@ -117,43 +116,33 @@ class StepController:
         self.skips = SkipTracker(guarded, reporter, config.max_consecutive_skips)
         self.error: BaseException | None = None
         self._missing_since = -1
+        self._synchronises = True
+        self.recorded_loss: torch.Tensor | None = None
+        self.recover: Callable[[], None] = lambda: None
         if replay.off:
             replay.preflight.decide(Coverage.OFF, replay.off)
             self._arm()
         else:
             reporter.enter(GuardState.PREFLIGHT, "the first steps are checked against themselves")
 
-    # --- the forward ---
+    # --- a call of the module ---
 
-    def forward(self, batch: Any) -> torch.Tensor:
-        """Compute the loss of one micro-batch and remember how."""
-        guarded = self._guarded
+    def call_begins(self) -> bool:
+        """A call of the module with gradients begins; whether to copy what a replay needs.
+
+        Raises:
+            CorruptionDetected: Too many updates in a row were skipped.
+        """
+        if internals.current_graph_task() >= 0:  # a checkpoint recomputes
+            return False
+        self.recover()
         window = self._open()
-        window.drop_abandoned()
-        synchronises = guarded.ddp is None or bool(guarded.ddp.require_backward_grad_sync)
-        audit = synchronises and self._wants_audit(window.step)
-        if audit:
-            self._apply_switches()
-        self._enter_danger(window.step)
-        try:
-            with self._reporter.timed(Check.REPLAY, Phase.CAPTURE):
-                pending = self._recorder.capture.begin(batch, audit=audit)
-            loss = guarded.loss_fn(guarded.model, batch)
-            require_scalar(loss)
-            pending.attach_loss(loss, lambda _: self._backward_begins() if synchronises else None)
-        except BaseException as error:
-            self.abandon()
-            if isinstance(error, TypeError) and hasattr(error, "add_note"):  # Python 3.11
-                error.add_note("sdcwatch calls loss_fn(model, batch).")
-            raise
-        self._leave_danger()
-        if pending.problem:
-            self._reporter.note_once("not_transportable", pending.problem)
-        if pending.changed_in_place:
-            text = "loss_fn changes its batch in place; audits use the copy taken before"
-            self._reporter.note_once("batch_changed", text)
-        window.forwards.append(Forward(pending, graph_of(loss), loss.detach(), synchronises))
-        return loss
+        self._synchronises = self._guarded.synchronises
+        if not self._synchronises or not self._wants_audit(window.step):
+            return False
+        if self._replay_check.preflight.deterministic:
+            self._recorder.switches.apply()
+        return True
 
     def _open(self) -> StepWindow:
         if self._window is not None and self._window.decision is not None:
@@ -178,11 +167,26 @@ class StepController:
 
     # --- the backward ---
 
-    def bucket_arrived(self) -> None:
-        """DDP reduces a bucket: begins the backward if the loop did not call guard.forward."""
-        if not self._queued and torch._C._current_graph_task_id() != -1:
+    def gradient_arrives(self) -> None:
+        """The first gradient of a backward that adds to the gradients of the module."""
+        if self._synchronises:
             self._open()
             self._backward_begins()
+        else:
+            internals.at_end_of_backward(self._accumulated)
+
+    def bucket_arrived(self) -> None:
+        """DDP reduces a bucket: begins the backward if no gradient came through the module."""
+        if not self._queued and internals.current_graph_task() >= 0:
+            self._open()
+            self._backward_begins()
+
+    def _accumulated(self) -> None:
+        """A backward under ``no_sync`` has ended: nothing is decided."""
+        with internals.dispatch_modes_off():
+            backward = self._recorder.capture.end_backward()
+            if backward is not None:
+                self._recorder.capture.keep(backward)
 
     def _backward_begins(self) -> None:
         if self._queued:
@@ -191,15 +195,17 @@ class StepController:
         self._enter_danger(self.step)
         self.skips.backward_begins()
         self._nonfinite_check.probes.begin(gradient_homes(self._guarded))
-        # Queued twice, so as to run behind the finalisation that DDP queues.
-        _ENGINE.queue_callback(lambda: _ENGINE.queue_callback(self._backward_ended))
+        internals.at_end_of_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        window = self._window
+        window, capture = self._window, self._recorder.capture
         if window is None or not self._queued:
             return
+        self._leave_danger()
         try:
-            self._decide(window)
+            with internals.dispatch_modes_off():
+                window.backward, window.earlier = capture.end_backward(), capture.take_kept()
+                self._decide(window)
         except BaseException as error:
             self.error = error
             raise
@@ -210,15 +216,15 @@ class StepController:
         reporter = self._reporter
         with reporter.timed(Check.NONFINITE, Phase.PROBE):
             probes, rank = self._nonfinite_check.probes, self._exchange.rank
-            own, loss = observe(self._guarded, probes, window, rank)
+            recorded, self.recorded_loss = self.recorded_loss, None
+            own, loss = observe(self._guarded, probes, window, rank, recorded)
             reporter.loss = reporter.loss if loss is None else loss
         seen = own.local or own.reduced or own.loss or own.buckets_reduced < own.buckets_expected
-        recorded = window.recorded(audit=self._wants_audit(window.step))
-        code = Code.SEEN if seen else Code.CLEAN if recorded else Code.NO_RECORD
+        missing = self._why_not_audited(window) if self._wants_audit(window.step) else ""
+        code = Code.SEEN if seen else Code.NO_RECORD if missing else Code.CLEAN
         with reporter.timed(Check.NONFINITE, Phase.AGREE):
             agreed = agree(self._exchange, Operation.STEP, window.step, code)
         window.decision = Decision()
-        self._replicas.loss_gradient = window.loss_gradient
         if agreed == Code.SEEN:
             window.decision = self._nonfinite(window, own)
         if window.decision.verdict is None:
@@ -226,6 +232,7 @@ class StepController:
             # What an investigation has used up cannot be audited; the next step makes up for it.
             if agreed != Code.SEEN and self._wants_audit(window.step):
                 window.decision = self._replay(window, recorded=agreed == Code.CLEAN)
+        window.backward = None  # lets go of what was copied
         self._carry_out(window.decision)
 
     def _nonfinite(self, window: StepWindow, own: RankFinite) -> Decision:
@@ -234,20 +241,37 @@ class StepController:
         self._postponed = self._postponed or self._wants_audit(window.step)
         self._reporter.flush()
         with self._reporter.timed(Check.NONFINITE, Phase.REPLAY):
-            captured = [f.pending.finish().micro_batch for f in window.finished_forwards]
+            captured = window.micro_batches()
             own = replace(
                 own,
+                not_replayable=not_replayable(window, captured),
+                loss_scaled=loss_scale(self._guarded) not in (None, 1.0),
                 weights=weights_nonfinite(self._guarded),
                 reduced_nan=gradients_hold_nan(self._guarded),
             )
             audits = self._replay_check
             trusted = bool(audits.off) or audits.preflight.coverage in (None, Coverage.FULL)
             judgement = self._nonfinite_check.investigation.run(
-                window.step, own, captured, trusted=trusted
+                window.step, own, captured, trusted=trusted, local=audits.preflight.local
             )
         if judgement.outcome is Outcome.PASS:  # the screen's sum overflowed; every value is finite
             return Decision()
         return self._failed(self._reporter.verdicts.nonfinite(window.step, judgement))
+
+    def _why_not_audited(self, window: StepWindow) -> str:
+        """Why the step of this rank cannot be audited, or ""; preflight judges obstacles itself."""
+        if window.backward is None or not window.backward.calls:
+            return "no gradient arrived at an output of the module that DDP wraps"
+        if not window.backward.audited:
+            return "the module was called before the step was known to be audited"
+        own = own_step(window)
+        if own is None:  # pragma: no cover - an audited backward has digests
+            return "nothing was captured"
+        if self._replay_check.preflight.coverage is None:
+            return ""  # preflight says what to write instead
+        if own.doors:
+            return f"a gradient entered by another way than the outputs: {list_names(own.doors)}"
+        return own.problem
 
     def _replay(self, window: StepWindow, *, recorded: bool) -> Decision:
         step = window.step
@@ -258,13 +282,13 @@ class StepController:
             return Decision()
         if not recorded:
             self._postponed = True
-            here = window.recorded(audit=True)
-            ranks = missing_ranks(self._exchange, f"the audit of step {step}", here=here)
+            why = self._why_not_audited(window)
+            reasons = missing_ranks(self._exchange, f"the audit of step {step}", why)
             again, self._missing_since = self._missing_since == step - 1, step
             if again:  # said at the first of them; the rest is counted
                 self._reporter.window.counts[(Check.REPLAY, Outcome.NOT_RUN)] += 1
                 return Decision()
-            return self._say(self._reporter.verdicts.without_record(step, ranks))
+            return self._say(self._reporter.verdicts.without_record(step, reasons))
         own = own_step(window)
         assert own is not None  # every rank has said so in the header
         self._reporter.flush()
@@ -358,9 +382,10 @@ class StepController:
             return
         if verdict.check is Check.NONFINITE:
             # So that every scaler and finite test of the user's acts alike on all ranks.
+            held = {id(p) for one in self._guarded.optimizers for p in parameters_of(one)}
             for _, parameter in self._guarded.named:
-                if parameter.grad is not None:
-                    parameter.grad.detach().fill_(float("nan"))
+                if parameter.grad is not None and id(parameter) in held:
+                    fill_with_nan(parameter.grad.detach())
         if verdict.action is Action.STOP:
             raise finding(verdict)
 
@@ -373,17 +398,23 @@ class StepController:
             return False
         return window.decision.skip or self.skips.carried is not None
 
-    def after_update(self, *, skipped: bool) -> None:
-        """The optimizer has stepped, or was made to skip. Check 3 runs here when it is due."""
+    def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        """An optimizer has stepped, or was made to skip. Check 3 runs after the last of them."""
         window = self._window
         if window is None or window.decision is None or window.updated:
             return
+        window.stepped.add(id(optimizer))
+        if len(window.stepped) == len(self._guarded.optimizers):
+            self._updated(window, window.decision, skipped=skipped)
+
+    def _updated(self, window: StepWindow, decision: Decision, *, skipped: bool) -> None:
         window.updated = True
         try:
             if skipped:
                 carried = self.skips.carried
-                failed = window.decision if window.decision.skip else carried
-                self.skips.skipped(window.step, failed or window.decision)
+                self.skips.skipped(
+                    window.step, (decision if decision.skip else carried) or decision
+                )
                 return
             self.skips.updated()
             self._reporter.steps_at_risk += 1
@@ -392,12 +423,24 @@ class StepController:
             self.error = error
             raise
 
-    def settle(self) -> None:
-        """The step is over, whether the optimizer stepped or not."""
+    @property
+    def updated(self) -> bool:
+        """Whether nothing is left to be done of the current step."""
+        return self._window is None or self._window.updated
+
+    def settle(self, *, closing: bool = False) -> None:
+        """The step is over, whether every optimizer stepped, some did, or none.
+
+        Args:
+            closing: Make no collective.
+        """
         window, self._window = self._window, None
         if window is None or window.decision is None:
             return
-        if not window.updated:  # GradScaler and `continue` never call optimizer.step()
+        if window.stepped and not window.updated and not closing:
+            skipped = window.decision.skip or self.skips.carried is not None
+            self._updated(window, window.decision, skipped=skipped)
+        elif not window.updated:  # GradScaler and `continue` never call optimizer.step()
             self.skips.left(window.step, window.decision)
         seconds = time.perf_counter() - window.started
         self._reporter.stepped(seconds, audit=window.decision.audited)
@@ -413,21 +456,12 @@ class StepController:
     def abandon(self) -> None:
         """Leave nothing behind of a step that ended in an exception."""
         self._clear()
-        if self._window is not None:
-            self._window.forwards.clear()
+        self._recorder.capture.abort()
 
     def _clear(self) -> None:
         self._queued = False
         self._recorder.switches.restore()
-        self._recorder.stance.restore()
-        self._recorder.capture.abort()
         self._leave_danger()
-
-    def _apply_switches(self) -> None:
-        if self._replay_check.preflight.deterministic:
-            self._recorder.switches.apply()
-        if self._guarded.compiled_around:
-            self._recorder.stance.apply()
 
     def _enter_danger(self, step: int) -> None:
         self._exchange.position(f"in step {step}")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-import weakref
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-
-from sdcwatch.checks.capture import Capture, Pending
-from sdcwatch.checks.determinism import DeterministicSwitches, EagerStance
+from sdcwatch.checks.capture import CallCapture
+from sdcwatch.checks.captured import Backward, Kept
+from sdcwatch.checks.determinism import DeterministicSwitches
+from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.core.records import Cause, Verdict
-from sdcwatch.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,51 +39,10 @@ class Recorder:
     Attributes:
         capture: Keeps what a call of the module is made of.
         switches: Deterministic kernels, for steps that are audited.
-        stance: No compiled graphs, where they would be around DDP.
     """
 
-    capture: Capture
+    capture: CallCapture
     switches: DeterministicSwitches
-    stance: EagerStance
-
-
-@dataclass(slots=True)
-class Forward:
-    """One forward of this rank.
-
-    Attributes:
-        pending: What was captured of it.
-        graph: Dead once neither its loss nor anything computed from it can run a backward.
-        value: Its loss's value, detached, on its device.
-        synchronises: DDP will reduce gradients in its backward.
-    """
-
-    pending: Pending
-    graph: weakref.ref[Any]
-    value: torch.Tensor
-    synchronises: bool
-
-    @property
-    def abandoned(self) -> bool:
-        """Its backward never ran and never will."""
-        return self.pending.backwards == 0 and self.graph() is None
-
-
-class _Alive:
-    """Lives as long as a node of the autograd graph."""
-
-
-def graph_of(loss: torch.Tensor) -> weakref.ref[Any]:
-    """A reference that dies with the graph of `loss`, not with the tensor itself.
-
-    ``0.5 * guard.forward(a) + 0.5 * guard.forward(b)`` lets go of the tensors and keeps the graphs.
-    """
-    if loss.grad_fn is None:
-        return weakref.ref(loss)
-    alive = _Alive()
-    metadata: Any = loss.grad_fn.metadata
-    metadata["sdcwatch"] = alive
-    return weakref.ref(alive)
 
 
 @dataclass(slots=True)
@@ -95,53 +51,29 @@ class StepWindow:
 
     Attributes:
         step: Its number.
-        forwards: Its micro-batches in order.
+        backward: What the synchronising backward left; None before it has ended, and where no call
+            of the module got a gradient in it.
+        earlier: What backwards of the same step left that only accumulated.
         decision: None until the synchronising backward has ended.
-        updated: The optimizer has stepped, or was made to skip.
+        stepped: Optimizers that have stepped, or were made to skip, by id.
+        updated: All of them have.
         started: When it began, in seconds of `time.perf_counter`.
     """
 
     step: int
-    forwards: list[Forward] = field(default_factory=list)
+    backward: Backward | None = None
+    earlier: Kept = field(default_factory=lambda: Kept((), 0))
     decision: Decision | None = None
+    stepped: set[int] = field(default_factory=set)
     updated: bool = False
     started: float = field(default_factory=time.perf_counter)
 
-    def drop_abandoned(self) -> None:
-        """Forget forwards without a backward: an evaluation, or a step that was given up."""
-        for forward in [f for f in self.forwards if f.abandoned]:
-            forward.pending.abort()
-            self.forwards.remove(forward)
-
-    @property
-    def finished_forwards(self) -> list[Forward]:
-        """Forwards whose backward has run."""
-        return [f for f in self.forwards if f.pending.backwards > 0]
-
     def recorded(self, *, audit: bool) -> bool:
-        """Whether the synchronising backward came from guard.forward; captured, if `audit`."""
-        return any(
-            f.synchronises and (f.pending.audit or not audit) for f in self.finished_forwards
-        )
+        """Whether the backward came through a call of the module; captured for one, if `audit`."""
+        backward = self.backward
+        return backward is not None and backward.calls > 0 and (backward.audited or not audit)
 
-    @property
-    def loss_gradient(self) -> torch.Tensor | None:
-        """The gradient that arrived at the last loss; None once a check has used it up."""
-        forwards = self.finished_forwards
-        return forwards[-1].pending.loss_gradient if forwards else None
-
-
-def require_scalar(loss: object) -> None:
-    """Check what `loss_fn` returned.
-
-    Raises:
-        ConfigurationError: It is no scalar tensor.
-    """
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return
-    got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else str(type(loss))
-    msg = (
-        f"Expected `loss_fn` to return a scalar tensor, but got {got}. Reduce the loss to one "
-        "number, for instance with .mean()."
-    )
-    raise ConfigurationError(msg)
+    def micro_batches(self) -> list[MicroBatch]:
+        """Every micro-batch of the step that was kept, in order. Copies those of plain steps."""
+        backwards = [*self.earlier.backwards, *([self.backward] if self.backward else [])]
+        return [b.micro_batch for b in backwards]

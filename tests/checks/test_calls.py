@@ -15,9 +15,9 @@ from calls import inputs, odd, outputs, state
 from calls.case import Case, run
 from torch import nn
 
-from sdcwatch.checks.call_capture import CallCapture
-from sdcwatch.checks.call_records import Backward
-from sdcwatch.checks.call_replay import Replayer, ReplayOptions, ReplayResult
+from sdcwatch.checks.capture import CallCapture
+from sdcwatch.checks.captured import Backward
+from sdcwatch.checks.replay import Replayer, ReplayOptions, ReplayResult
 from sdcwatch.checks.torch_internals import at_end_of_backward, dispatch_modes_off
 from sdcwatch.errors import ConfigurationError
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdcwatch.checks.nonfinite import confirm_nonfinite, screen
+from sdcwatch.checks.nonfinite import confirm_nonfinite, probe
 
 REAL = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SMALL = [torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
@@ -15,7 +15,7 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 
 
 def tripped(tensor: torch.Tensor) -> bool:
-    return not bool(screen(tensor).isfinite())
+    return not bool(probe(tensor).isfinite())
 
 
 @settings(max_examples=200, deadline=None)
@@ -55,7 +55,7 @@ def test_every_nan_in_eight_bits_trips_the_screen_and_is_confirmed(
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (100, 7)])
 def test_ordinary_tensors_do_not_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, dtype=torch.float64).to(dtype)
-    value = screen(tensor)
+    value = probe(tensor)
     assert value.shape == ()
     assert value.dtype == torch.float32
     assert bool(value.isfinite())
@@ -66,8 +66,8 @@ def test_ordinary_tensors_do_not_trip(dtype: torch.dtype, shape: tuple[int, ...]
 def test_integers_and_booleans_never_trip(dtype: torch.dtype) -> None:
     largest = True if dtype is torch.bool else torch.iinfo(dtype).max
     tensor = torch.full((100,), largest, dtype=dtype)
-    assert screen(tensor).item() == 0.0
-    assert screen(tensor).dtype == torch.float32
+    assert probe(tensor).item() == 0.0
+    assert probe(tensor).dtype == torch.float32
     assert not confirm_nonfinite(tensor)
 
 
@@ -112,7 +112,7 @@ def test_layout_gradient_and_sparsity_do_not_matter() -> None:
         torch.tensor([1 + 1j, complex(1, torch.nan)]).conj(),
     ):
         assert tripped(tensor)
-        assert not screen(tensor).requires_grad
+        assert not probe(tensor).requires_grad
         assert confirm_nonfinite(tensor)
     assert not tripped(matrix[:, 4])
     assert not confirm_nonfinite(matrix[:, 4])
@@ -121,4 +121,4 @@ def test_layout_gradient_and_sparsity_do_not_matter() -> None:
 def test_the_screen_reads_nothing_back_from_the_device() -> None:
     # The meta device has no values: any .item() or bool() of a tensor raises there.
     for dtype in (*REAL, *COMPLEX, *INTEGERS, *SMALL):
-        assert screen(torch.empty(10, dtype=dtype, device="meta")).shape == ()
+        assert probe(torch.empty(10, dtype=dtype, device="meta")).shape == ()

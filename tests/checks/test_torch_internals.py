@@ -194,7 +194,7 @@ def test_a_collective_is_counted_and_can_be_stopped_before_it_is_issued():
 
 
 def test_copies_of_a_hook_do_nothing_and_load_without_this_package():
-    from sdcwatch.checks.call_records import InertCopyHook
+    from sdcwatch.checks.captured import InertCopyHook
 
     hook = InertCopyHook(lambda *a: 1)
     assert hook() == 1

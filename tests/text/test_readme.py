@@ -43,10 +43,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-ddp_model = DistributedDataParallel(torch.nn.Linear(8, 1))
+ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))
 optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01)
-loss_fn = lambda model, batch: model(batch).square().mean()
-loader = torch.randn(1001, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+draw = torch.Generator().manual_seed(dist.get_rank())
+inputs = torch.randn(1001, 4, 8, generator=draw)
+loader = [(x, x[:, :4].argmax(dim=1)) for x in inputs]
 
 """
 AFTER = """

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from calls.case import bits
 from torch import nn
 
-from sdcwatch.checks.call_capture import CallCapture
+from sdcwatch.checks.capture import CallCapture
 
 GRAPHS = 500
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

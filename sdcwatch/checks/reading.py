@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from sdcwatch.checks import torch_internals as internals
-from sdcwatch.checks.call_payload import Call, MicroBatch
-from sdcwatch.checks.call_records import Arrivals, BackwardWindow, CallRecord
+from sdcwatch.checks.captured import Arrivals, BackwardWindow, CallRecord
 from sdcwatch.checks.fingerprint import digest_tensors
 from sdcwatch.checks.gradients import digest_gradient
 from sdcwatch.checks.module_state import StateWatch
+from sdcwatch.checks.payload import Call, MicroBatch
 from sdcwatch.checks.serialise import Frozen, NotTransportable, freeze
 from sdcwatch.checks.side_doors import CallGraph
 from sdcwatch.checks.torch_internals import Edge

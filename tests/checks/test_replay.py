@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sdcwatch.checks.call_capture import CallCapture
-from sdcwatch.checks.call_payload import (
+from sdcwatch.checks.calling import BareCall, CompiledAroundDdp, choose_caller
+from sdcwatch.checks.capture import CallCapture
+from sdcwatch.checks.payload import (
     NotTransportable,
     PayloadDamaged,
     pack,
@@ -23,8 +24,7 @@ from sdcwatch.checks.call_payload import (
     payload_parts,
     unpack,
 )
-from sdcwatch.checks.call_replay import GradientSum, Replayer, ReplayOptions
-from sdcwatch.checks.calling import BareCall, CompiledAroundDdp, choose_caller
+from sdcwatch.checks.replay import GradientSum, Replayer, ReplayOptions
 from sdcwatch.checks.replaying import replaying
 
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ def test_a_plain_step_can_be_asked_for_what_is_not_finite():
     (model(torch.randn(6, 8)) * float("inf")).sum().backward()
     backward = capture.end_backward()
     assert not backward.audited
-    assert backward.screens.isfinite().all()
+    assert backward.probes.isfinite().all()
     assert not backward.arrived.isfinite().all()
     result = Replayer(capture).run(backward.micro_batch)
     assert result.gradients_nonfinite

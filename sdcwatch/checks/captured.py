@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sdcwatch.checks import torch_internals as internals
-from sdcwatch.checks.call_payload import MicroBatch
 from sdcwatch.checks.gradients import GradientLog
 from sdcwatch.checks.module_state import Autocast, Generators, read_autocast, read_generators
+from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.serialise import Frozen, tensors_in
 from sdcwatch.checks.torch_internals import Edge
 
@@ -35,6 +35,7 @@ class Backward:
         screens: float32 (m,): the sums of the outputs, non-finite where an output holds a NaN or an
             infinity, or where its sum overflows.
         arrived: float32 (k,): the same of the gradients that arrived at outputs.
+        loss: float32 (): the only scalar output of the last call; None if it has none or several.
         doors: Ways by which a gradient entered other than by outputs (audit steps).
         roots_known: Whether side doors could be looked for.
         weights: int64 (c + 1, 2): fingerprint of the weights at each call and now; None unless
@@ -47,8 +48,9 @@ class Backward:
     make: Callable[[], MicroBatch] = field(repr=False)
     outputs: Tensor | None = None
     gradients: Tensor | None = None
-    screens: Tensor | None = None
+    probes: Tensor | None = None
     arrived: Tensor | None = None
+    loss: Tensor | None = None
     doors: tuple[str, ...] = ()
     roots_known: bool = True
     weights: Tensor | None = None
@@ -106,7 +108,8 @@ class CallRecord:
         self.outputs = 0
         self.returned_leaves: list[int] = []
         self.digests: Tensor | None = None
-        self.screens: list[Tensor] = []
+        self.probes: list[Tensor] = []
+        self.scalar: Tensor | None = None
         self.alive: weakref.ref[Alive] | None = None
 
     @property
@@ -165,7 +168,7 @@ class BackwardWindow:
         self.autocast = read_autocast(device)
         self.log = GradientLog(size)
         self.arrivals: dict[CallRecord, Arrivals] = {}
-        self.screens: list[Tensor] = []
+        self.probes: list[Tensor] = []
         self.kept_bytes = 0
 
     @property
