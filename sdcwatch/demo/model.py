@@ -98,10 +98,11 @@ class GPT(nn.Module):
         self.apply(_initialise)
         self.head.weight = self.token.weight
 
-    def forward(self, token_BT: Tensor) -> Tensor:
-        """Logits of shape (B, T, V) for the next token at each position."""
+    def forward(self, token_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Logits of shape (B, T, V) for the next token at each position; a mask of 0 hides one."""
         position_T = torch.arange(token_BT.shape[1], device=token_BT.device)
         x_BTD = self.dropout(self.token(token_BT) + self.position(position_T))
+        x_BTD = x_BTD * mask_BT.unsqueeze(-1)
         for block in self.blocks:
             x_BTD = block(x_BTD)
         logit_BTV: Tensor = self.head(self.norm(x_BTD))
@@ -137,11 +138,11 @@ class Text:
 
 
 class Batch(NamedTuple):
-    """One micro-batch: tokens, the tokens that follow, and a weight for each position."""
+    """One micro-batch: tokens, the tokens that follow, and a mask: 1 where there is a token."""
 
     token_BT: Tensor
     target_BT: Tensor
-    weight_BT: Tensor
+    mask_BT: Tensor
 
 
 def load_text(root: Path | None = None, *, limit_bytes: int = _LIMIT_BYTES) -> Text:
@@ -180,5 +181,5 @@ def draw_batch(bytes_N: Tensor, *, batch: int, context: int, key: int) -> Batch:
     generator = torch.Generator().manual_seed(key)
     start_B = torch.randint(len(bytes_N) - context - 1, (batch,), generator=generator)
     window_BT = bytes_N[start_B[:, None] + torch.arange(context + 1)].long()
-    weight_BT = torch.ones(batch, context)
-    return Batch(window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous(), weight_BT)
+    mask_BT = torch.ones(batch, context)
+    return Batch(window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous(), mask_BT)

@@ -1,4 +1,4 @@
-"""What each rank of the demo runs: an ordinary DDP training loop with the guard around its step."""
+"""What each rank of the demo runs: an ordinary DDP training loop, guarded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
-from sdcwatch.demo.model import GPT, Batch, GPTConfig, draw_batch, load_text
+from sdcwatch.demo.model import GPT, GPTConfig, draw_batch, load_text
 from sdcwatch.demo.settings import (
     AUDIT_EVERY,
     CHECKPOINT_EVERY,
@@ -52,8 +52,8 @@ class Segment:
 class StepGuard(Protocol):
     """What the loop needs: the guard, or its stand-in that checks nothing."""
 
-    def forward(self, batch: Batch) -> Tensor:
-        """The loss of a micro-batch."""
+    def record_loss(self, loss: Tensor) -> None:
+        """Show a loss."""
         ...
 
     def save_checkpoint(self, save: Any) -> object:
@@ -80,14 +80,6 @@ def train(settings: DemoSettings, segment: Segment) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return code
-
-
-def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    """Weighted cross-entropy of the next byte."""
-    logit_BTV = model(batch.token_BT)
-    loss_N = F.cross_entropy(logit_BTV.flatten(0, 1), batch.target_BT.flatten(), reduction="none")
-    weight_N = batch.weight_BT.flatten()
-    return (loss_N * weight_N).sum() / weight_N.sum()
 
 
 def learning_rate(step: int, settings: DemoSettings) -> float:
@@ -120,7 +112,6 @@ class Trainer:
         self.plan = after(plan, segment.failed_step)
         self.injector = Injector(self.plan, rank=self.rank, log_dir=settings.run_dir / "planted")
         self.injector.attach(self.ddp, self.optimizer)
-        self.loss_fn = self.injector.wrap_loss(loss_fn)
 
     def run(self) -> None:
         """Train to the last step."""
@@ -145,11 +136,15 @@ class Trainer:
         drawn = draw_batch(
             self.text.train_N, batch=self.settings.batch, context=self.model.config.context, key=key
         )
-        batch = self.injector.batch(step, drawn)
+        batch = self.injector.batch(drawn)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.settings)
         self.optimizer.zero_grad()
-        loss = guard.forward(batch)
+        logit_BTV = self.ddp(batch.token_BT, batch.mask_BT)
+        loss = self.injector.loss(
+            F.cross_entropy(logit_BTV.flatten(0, 1), batch.target_BT.flatten())
+        )
+        guard.record_loss(loss)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if self.settings.unguarded and not torch.isfinite(norm):
@@ -179,12 +174,11 @@ class Trainer:
 
     def _guard(self) -> AbstractContextManager[Any]:
         if self.settings.unguarded:
-            return Unguarded(self.ddp, self.loss_fn, self.settings.run_dir)
+            return Unguarded(self.ddp, self.settings.run_dir)
         settings, node = self.settings, self.rank // self.settings.ranks_per_node
         guard: AbstractContextManager[Any] = sdcwatch.init(
             self.ddp,
             self.optimizer,
-            self.loss_fn,
             audit_every=AUDIT_EVERY,
             fingerprint_every=FINGERPRINT_EVERY,
             checkpoint_every=CHECKPOINT_EVERY,

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from sdcwatch.checks.fingerprint import combine, digest_tensors, salt, to_pairs
 from sdcwatch.demo.display import EntryTail
-from sdcwatch.demo.model import Batch
 from sdcwatch.demo.settings import UNGUARDED_LOG
 
 _LOOK_EVERY = 10
@@ -35,14 +34,11 @@ class Unguarded:
 
     Args:
         ddp: The model.
-        loss_fn: ``loss_fn(model, batch)``.
         run_dir: Where the log goes.
     """
 
-    def __init__(
-        self, ddp: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor], run_dir: Path
-    ) -> None:
-        self._ddp, self._loss_fn = ddp, loss_fn
+    def __init__(self, ddp: nn.Module, run_dir: Path) -> None:
+        self._ddp = ddp
         self._path = run_dir / UNGUARDED_LOG
         self._step = 0
         self._loss: Tensor | None = None
@@ -60,13 +56,12 @@ class Unguarded:
         if error is None:
             self._settle(look=True)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """The loss of a micro-batch."""
+    def record_loss(self, loss: Tensor) -> None:
+        """Log the step before, and keep the loss of this one."""
         self._settle(look=self._step % _LOOK_EVERY == 0)
         self._step += 1
         self._started = time.perf_counter()
-        self._loss = self._loss_fn(self._ddp, batch)
-        return self._loss
+        self._loss = loss.detach()
 
     def save_checkpoint(self, save: Callable[[], object]) -> None:
         """Save on rank 0, whatever the weights are."""

@@ -1,9 +1,12 @@
-"""Applies a fault plan to one rank, through wrappers and hooks around the user's objects.
+"""Applies a fault plan to one rank, through hooks around the user's objects.
 
-How it knows whose computation it damages: a loss function that is called with the DDP model is the
-rank's own pass, one that is called with the bare module is a replay. A backward takes the role of
-the forward whose loss it started from, through a hook on that loss, so it does not matter that a
-replay runs inside the callback at the end of the rank's own backward.
+How it knows whose computation it damages: inside a replay of the guard `sdcwatch.replaying()` is
+true, elsewhere the computation is the rank's own. A call without gradients, as for a validation, is
+neither.
+
+What happens inside the audited call is damaged in its own memory, out of sight of dispatch modes:
+so a log of all operations finds a value that no operation has written, as it would on a device that
+computed wrongly. What a script passes through `Injector.batch` and `Injector.loss` lies outside.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from sdcwatch.checks import torch_internals as internals
+from sdcwatch.checks.replaying import replaying
 from sdcwatch.errors import ConfigurationError, expect
 from sdcwatch.faults.damage import Damage, stand_in
 from sdcwatch.faults.plan import Fault, FaultPlan
@@ -32,7 +37,6 @@ from sdcwatch.faults.targets import (
     is_ddp,
     replace_tensor,
     state_tensor,
-    without_compile,
 )
 
 Loss = TypeVar("Loss")
@@ -44,8 +48,8 @@ class Injector:
     """The faults of a plan that happen on one rank.
 
     Call `attach` and `comm_hook` before ``sdcwatch.init``, so that the damage is there before the
-    guard looks; `wrap_loss` gives the loss function to pass to it. Every rank makes the same calls.
-    None of them communicates. A plan without faults for a rank changes nothing on it.
+    guard looks. Every rank makes the same calls. None of them communicates. A plan without faults
+    for a rank changes nothing on it.
 
     Args:
         plan: The whole plan, the same on every rank.
@@ -56,15 +60,14 @@ class Injector:
     Example:
         >>> from sdcwatch.faults import Fault, FaultPlan, Injector
         >>> model = torch.nn.Linear(2, 1)
-        >>> plan = FaultPlan(faults=(Fault(site="loss", kind="nan", ranks=(0,), step=1),))
-        >>> injector = Injector(plan, rank=0)
+        >>> fault = Fault(site="activation", target="", kind="nan", ranks=(0,), step=1)
+        >>> injector = Injector(FaultPlan(faults=(fault,)), rank=0)
         >>> injector.attach(model)
-        >>> loss_fn = injector.wrap_loss(lambda model, batch: model(batch).sum())
         >>> injector.begin_step(1)
-        >>> loss_fn(model, torch.ones(1, 2)).isnan().item()
+        >>> model(torch.ones(1, 2)).isnan().item()
         True
         >>> [(p.step, p.site, p.kind) for p in injector.log]
-        [(1, 'loss', 'nan')]
+        [(1, 'activation', 'nan')]
     """
 
     def __init__(self, plan: FaultPlan, *, rank: int, log_dir: Path | str | None = None) -> None:
@@ -72,15 +75,13 @@ class Injector:
         expect(ok, "`rank` to be an integer >= 0", rank, "Pass dist.get_rank().")
         self._plan = plan
         self._planter = Planter(plan, rank, None if log_dir is None else Path(log_dir))
-        self._model: nn.Module | None = None
         self._module: nn.Module | None = None
-        self._detached = False
         self._parameters: dict[str, nn.Parameter] = {}
         self._aliases: GradientAliases | None = None
-        self._forward_role: str | None = None
-        self._backward_role = OWN
+        self._looked_in = -1
+        self._calls: list[bool] = []  # of the module, in progress: whether with gradients
         self._handles: list[RemovableHandle] = []
-        self._leaf_handles: list[RemovableHandle] = []
+        self._first: list[RemovableHandle] = []
 
     @property
     def log(self) -> tuple[Planted, ...]:
@@ -91,15 +92,14 @@ class Injector:
         """Hook into a model and its optimizer.
 
         Args:
-            model: The DDP model, compiled or not. A bare module works too; calls with that very
-                module are then its own pass.
+            model: The DDP model, compiled or not. A bare module works too.
             optimizer: Needed for the sites `weight` and `optimizer_state`.
 
         Raises:
             ConfigurationError: The plan does not fit the model, whichever rank the fault is for.
                 Nothing has been changed then.
         """
-        if self._model is not None:
+        if self._module is not None:
             msg = (
                 "Expected an Injector that is not attached, but got one that is. "
                 "Call detach() first, or make one per model."
@@ -108,11 +108,11 @@ class Injector:
         module = bare_module(model)
         optimizer = None if optimizer is None else innermost(optimizer)
         check_plan(self._plan, module, optimizer)
-        self._model, self._module = without_compile(model), module
-        self._detached = False
+        self._module = module
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
-        if any(f.site == "all_reduce" for f in self._plan.faults) and is_ddp(model):
+        if self._plan_has("all_reduce") and is_ddp(model):
             self._aliases = GradientAliases(list(module.parameters()))
+            self._handles.append(module.register_forward_hook(_eager(self._watch_outputs)))
         self._hook_modules(module)
         for position, fault in self._planter.faults("gradient"):
             assert fault.target is not None
@@ -123,13 +123,13 @@ class Injector:
             self._handles.append(handle)
 
     def detach(self) -> None:
-        """Take every hook off; wrapped loss functions then only pass the call on."""
-        for handle in (*self._handles, *self._leaf_handles):
+        """Take every hook off; may be called again."""
+        for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._leaf_handles.clear()
-        self._model = self._module = self._aliases = None
-        self._detached = True
+        self._first.clear()
+        self._calls.clear()
+        self._module = self._aliases = None
 
     def begin_step(self, step: int) -> None:
         """Say which step of the training loop begins, counted from 1.
@@ -138,74 +138,54 @@ class Injector:
             ConfigurationError: `step` is no integer >= 1.
         """
         self._planter.begin_step(step)
-        self._drop_leaf_handles()
-        self._backward_role = OWN
+        self._calls.clear()  # an interrupted call skips the hook at its end
+        for handle in self._first if self._module is not None else ():
+            _run_first(self._module._forward_pre_hooks, handle)
         for position, fault in self._planter.faults("rng"):
             if self._planter.due(position, fault, OWN):
                 self._planter.note(position, fault, OWN, _reseed(fault))
 
-    def batch(self, step: int, batch: Any) -> Any:
-        """The micro-batch as this rank gets to see it, damaged before anybody looks.
+    def batch(self, batch: Any) -> Any:
+        """The micro-batch as this rank gets to see it, damaged before the model is called with it.
 
         Args:
-            step: Its step; begun by this call if `begin_step` was not called for it.
             batch: Any nesting of tuples, lists and dicts; the tensors in it stay as they are, the
                 result holds copies of the damaged ones.
 
         Raises:
-            ConfigurationError: It has no tensor that the fault could happen to.
+            ConfigurationError: It has no tensor that the fault could happen to, or `begin_step` was
+                never called.
         """
-        if self._planter.step != step:
-            self.begin_step(step)
         for position, fault in self._planter.faults("batch"):
-            if fault.at_step(step):
+            if self._planter.may_happen(fault):
                 damage = functools.partial(self._planter.damage, position, fault, role=OWN)
                 batch = replace_tensor(batch, find_entry(batch, fault), damage)
         return batch
 
-    def wrap_loss(self, loss_fn: Callable[..., Loss]) -> Callable[..., Loss]:
-        """The loss function to train and to guard with.
+    def loss(self, loss: Loss) -> Loss:
+        """The loss as the training script computed it on this rank, outside of the module.
+
+        Its gradient is not touched: the derivative of a loss does not depend on its value.
 
         Args:
-            loss_fn: Called as ``loss_fn(model, ...)``; returned as it is if this rank has no part
-                in the plan that needs it.
+            loss: A floating-point tensor; anything else is returned as it is.
 
         Raises:
-            ConfigurationError: From the call, if `attach` or `begin_step` was never called, or a
-                fault cannot happen to the tensor it is about.
+            ConfigurationError: `begin_step` was never called, or the fault cannot happen to it.
         """
-        needed = self._planter.faults("activation", "gradient", "loss", "replay", "buffer")
-        if not needed and not self._plan_has("all_reduce"):
-            return loss_fn
-
-        @functools.wraps(loss_fn)
-        def with_faults(model: nn.Module, *args: Any, **kwargs: Any) -> Loss:
-            if self._detached:
-                return loss_fn(model, *args, **kwargs)
-            if self._module is None:
-                msg = (
-                    "Expected an attached Injector, but got none. "
-                    "Call attach(model, optimizer) before the first step."
-                )
-                raise ConfigurationError(msg)
-            role = self._role_of(model)
-            self._drop_leaf_handles()
-            if role == REPLAY:
-                self._hook_fresh_leaves(model)
-            outer, self._forward_role = self._forward_role, role
-            try:
-                loss = loss_fn(model, *args, **kwargs)
-            finally:
-                self._forward_role = outer
-            return self._finish_loss(loss, role)
-
-        return with_faults
+        if not isinstance(loss, Tensor):
+            return loss
+        value: Tensor = loss
+        for position, fault in self._planter.faults("loss"):
+            damage = self._planter.damage(position, fault, value, OWN)
+            if damage is not None:
+                value = stand_in(value, damage.tensor)
+        return value  # type: ignore[return-value]
 
     def comm_hook(self, process_group: Any = None) -> CommHook | None:
         """The ``(state, hook)`` pair for ``sdcwatch.init(comm_hook=...)`` or for DDP itself.
 
-        It averages with the bits of plain DDP and then plants the `all_reduce` faults; for that it
-        must see each backward begin, so train with the loss function from `wrap_loss`. None if no
+        It averages with the bits of plain DDP and then plants the `all_reduce` faults. None if no
         rank has such a fault.
 
         Args:
@@ -219,7 +199,7 @@ class Injector:
         if self._aliases is None:
             msg = (
                 "Expected an Injector that is attached to a DDP model, but got "
-                f"{'none' if self._model is None else type(self._model).__name__}. "
+                f"{'none' if self._module is None else type(self._module).__name__}. "
                 "Call attach(ddp_model, optimizer) before comm_hook()."
             )
             raise ConfigurationError(msg)
@@ -228,62 +208,81 @@ class Injector:
     def _plan_has(self, *sites: str) -> bool:
         return any(fault.site in sites for fault in self._plan.faults)
 
-    def _role_of(self, model: nn.Module) -> str:
-        inner = without_compile(model)
-        own = isinstance(inner, DistributedDataParallel) or inner is self._model
-        return OWN if own else REPLAY
-
     # Sites inside the forward.
 
     def _hook_modules(self, module: nn.Module) -> None:
         modules = dict(module.named_modules(remove_duplicate=False))
-        for position, fault in self._planter.faults("activation", "replay"):
+        within = self._planter.faults("activation", "replay")
+        if within:
+            self._handles += [
+                module.register_forward_pre_hook(_eager(self._call_begins), prepend=True),
+                module.register_forward_hook(_eager(self._call_ends), always_call=True),
+            ]
+        for position, fault in within:
             hook = functools.partial(self._after_module, position, fault)
             target = modules[fault.target or ""]
-            self._handles.append(target.register_forward_hook(_eager(hook)))
+            handle = target.register_forward_hook(_eager(hook), with_kwargs=True)
+            _run_first(target._forward_hooks, handle)
+            self._handles.append(handle)
         for position, fault in self._planter.faults("buffer"):
             before = functools.partial(self._before_forward, position, fault)
             handle = module.register_forward_pre_hook(_eager(before), prepend=True)
             self._handles.append(handle)
+            self._first.append(handle)  # before the guard takes its copy of the buffers, too
+
+    def _call_begins(self, module: nn.Module, args: object) -> None:
+        self._calls.append(torch.is_grad_enabled())
+
+    def _call_ends(self, module: nn.Module, args: object, output: object) -> None:
+        if self._calls:
+            self._calls.pop()
 
     def _current_role(self) -> str | None:
-        """The role of the forward that runs, also of one that checkpointing recomputes."""
-        if self._forward_role is None and torch._C._current_graph_task_id() != -1:
-            return self._backward_role
-        return self._forward_role
+        """Whose computation runs; None for one that trains nothing.
+
+        A checkpoint runs without gradients inside a call that has them.
+        """
+        if replaying():
+            return REPLAY
+        return OWN if torch.is_grad_enabled() or any(self._calls) else None
 
     def _after_module(
-        self, position: int, fault: Fault, module: nn.Module, args: object, output: Any
+        self,
+        position: int,
+        fault: Fault,
+        module: nn.Module,
+        args: object,
+        kwargs: object,
+        output: Any,
     ) -> Any:
         role = self._current_role()
         if role is None:
             return None
         damage = functools.partial(self._planter.damage, position, fault, role=role)
         where = find_tensor(output, fault.target or "")
-        return replace_tensor(output, where, damage, stand_in)
+        join = functools.partial(_wrong_result, module, (args, kwargs))
+        with internals.dispatch_modes_off():
+            return replace_tensor(output, where, damage, join)
 
     def _before_forward(self, position: int, fault: Fault, module: nn.Module, args: object) -> None:
-        if self._forward_role == OWN and fault.target is not None:
+        trains = torch.is_grad_enabled() and not replaying()
+        if trains and fault.target is not None:
             self._damage_in_place(position, fault, _tensor(module, fault.target))
-
-    def _finish_loss(self, loss: Loss, role: str) -> Loss:
-        if not isinstance(loss, Tensor):
-            return loss
-        value: Tensor = loss
-        for position, fault in self._planter.faults("loss"):
-            damage = self._planter.damage(position, fault, value, role)
-            if damage is not None:
-                value = stand_in(value, damage.tensor)
-        if value.requires_grad:
-            enter = functools.partial(self._enter_backward, role)
-            value.register_hook(enter)  # type: ignore[no-untyped-call]
-        return value  # type: ignore[return-value]
 
     # Sites inside the backward.
 
-    def _enter_backward(self, role: str, gradient: Tensor) -> None:
-        self._backward_role = role
-        if role == OWN and self._aliases is not None:
+    def _watch_outputs(self, module: nn.Module, args: object, output: Any) -> None:
+        """Look at the gradients when the first one arrives at the outputs, before any is added."""
+        if not torch.is_grad_enabled() or replaying():
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._backward_begins)
+
+    def _backward_begins(self, gradients: object) -> None:
+        task = internals.current_graph_task()
+        if self._aliases is not None and task != self._looked_in:
+            self._looked_in = task
             self._aliases.look()
 
     def _hook_leaf(self, position: int, fault: Fault, leaf: Tensor) -> RemovableHandle:
@@ -293,23 +292,15 @@ class Injector:
         _run_first(leaf._backward_hooks, handle)
         return handle
 
-    def _hook_fresh_leaves(self, model: nn.Module) -> None:
-        # A replay may swap leaves of its own in for the parameters; they have no hooks of ours.
-        for position, fault in self._planter.faults("gradient"):
-            assert fault.target is not None
-            leaf = _tensor(bare_module(model), fault.target)
-            if leaf is not self._parameters[fault.target] and leaf.requires_grad:
-                self._leaf_handles.append(self._hook_leaf(position, fault, leaf))
-
-    def _drop_leaf_handles(self) -> None:
-        while self._leaf_handles:
-            self._leaf_handles.pop().remove()
-
     def _at_gradient(self, position: int, fault: Fault, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:
             return None
-        damage = self._planter.damage(position, fault, gradient, self._backward_role)
-        return None if damage is None else damage.tensor
+        role = REPLAY if replaying() else OWN
+        with internals.dispatch_modes_off():
+            damage = self._planter.damage(position, fault, gradient, role)
+            if damage is None or _overwritten(gradient, damage.tensor):
+                return None
+            return damage.tensor
 
     def _corrupt(self, reduced: Tensor, bucket: Any, views: Sequence[Tensor]) -> Tensor:
         for position, fault in self._planter.faults("all_reduce"):
@@ -356,8 +347,32 @@ class Injector:
     def _damage_in_place(self, position: int, fault: Fault, tensor: Tensor) -> None:
         damage = self._planter.damage(position, fault, tensor, OWN)
         if damage is not None:
-            # .data: a broken memory cell does not move autograd's version counter either
-            tensor.data.copy_(damage.tensor)
+            _overwrite(tensor, damage.tensor)
+
+
+def _wrong_result(module: nn.Module, given: object, result: Tensor, damaged: Tensor) -> Tensor:
+    """The result of a module with other bits in its memory; a copy where that is not its own."""
+    others = (*tree_leaves(given), *module.parameters(), *module.buffers())
+    if any(isinstance(t, Tensor) and internals.share_memory(result, t) for t in others):
+        return stand_in(result, damaged)
+    return result if _overwritten(result, damaged) else stand_in(result, damaged)
+
+
+def _overwritten(tensor: Tensor, damaged: Tensor) -> bool:
+    """Put the damage into the memory of a tensor; False where elements share their place."""
+    if tensor.layout is not torch.strided:
+        return False
+    if any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        return False
+    _overwrite(tensor, damaged)
+    return True
+
+
+def _overwrite(tensor: Tensor, damaged: Tensor) -> None:
+    # .data: a broken memory cell does not move autograd's version counter either
+    tensor.data.copy_(damaged)
 
 
 def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
 
 _TARGET_REQUIRED = ("activation", "gradient", "weight", "optimizer_state", "buffer")
 _TARGET_REFUSED = ("loss", "rng")
-_BOTH_PASSES = ("activation", "gradient", "loss")
+_BOTH_PASSES = ("activation", "gradient")
 """Sites that exist in a replay as well as in a rank's own pass."""
 
 _RNG_KINDS = ("bit_flip", "set", "zero")

@@ -83,15 +83,23 @@ class Planter:
         """The faults of this rank at these sites, each with its position in the plan."""
         return tuple((i, f) for i, f in self._faults if f.site in sites)
 
-    def due(self, position: int, fault: Fault, role: str) -> bool:
-        """Whether a fault happens in this computation; draws the probability."""
+    def may_happen(self, fault: Fault) -> bool:
+        """Whether a fault may happen in this step.
+
+        Raises:
+            ConfigurationError: No step has begun.
+        """
         if self.step is None:
             msg = (
                 "Expected Injector.begin_step(step) before the first computation, but got none. "
                 "Call it at the top of the training loop."
             )
             raise ConfigurationError(msg)
-        if not (fault.at_step(self.step) and fault.in_role(role)) or position in self._done:
+        return fault.at_step(self.step)
+
+    def due(self, position: int, fault: Fault, role: str) -> bool:
+        """Whether a fault happens in this computation; draws the probability."""
+        if not (self.may_happen(fault) and fault.in_role(role)) or position in self._done:
             return False
         self._seen[position] += 1
         # an all-reduce that errs on every rank errs alike, or it would not be a common cause

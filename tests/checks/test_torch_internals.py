@@ -36,6 +36,14 @@ def test_a_leaf_has_one_accumulation_for_as_long_as_it_is_held():
     assert internals.edge_of(weight * 2).node.next_functions[0][0] is node
 
 
+def test_tensors_in_one_storage_share_memory_and_others_do_not():
+    whole = torch.zeros(4, 4)
+    assert internals.share_memory(whole, whole.t()[1:])
+    assert internals.share_memory(whole.detach(), whole.expand(2, 4, 4))
+    assert not internals.share_memory(whole, whole.clone())
+    assert not internals.share_memory(whole, whole.to_sparse())
+
+
 def test_a_graph_task_has_a_number_inside_a_backward_only():
     number, _ = in_backward(lambda module: internals.current_graph_task())
     assert number >= 0

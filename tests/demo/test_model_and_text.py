@@ -21,10 +21,22 @@ def test_a_position_cannot_see_later_ones() -> None:
     changed_BT = token_BT.clone()
     changed_BT[0, 9] += 1
 
-    before, after = model(token_BT), model(changed_BT % 256)
+    mask_BT = torch.ones(1, 16)
+    before, after = model(token_BT, mask_BT), model(changed_BT % 256, mask_BT)
 
     assert torch.equal(before[:, :9], after[:, :9])
     assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+def test_what_stands_at_a_masked_position_changes_nothing() -> None:
+    model = GPT(GPTConfig(width=32, heads=2, layers=2)).eval()
+    token_BT = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
+    changed_BT = token_BT.clone()
+    changed_BT[0, 9] += 1
+    mask_BT = torch.ones(1, 16)
+    mask_BT[0, 9] = 0
+
+    assert torch.equal(model(token_BT, mask_BT), model(changed_BT % 256, mask_BT))
 
 
 def test_the_text_is_the_standard_library_in_a_fixed_order() -> None:

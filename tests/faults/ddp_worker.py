@@ -47,11 +47,10 @@ def train(plan: FaultPlan | None, *, accumulate: int = 1, set_to_none: bool = Tr
     net = build(unused="find_unused_parameters" in ddp)
     model = DistributedDataParallel(net, bucket_cap_mb=0.002, **ddp)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    injector, loss_fn = None, loss_of
+    injector = None
     if plan is not None:
         injector = Injector(plan, rank=dist.get_rank())
         injector.attach(model, optimizer)
-        loss_fn = injector.wrap_loss(loss_of)
         pair = injector.comm_hook()
         assert pair is not None
         model.register_comm_hook(*pair)
@@ -65,7 +64,7 @@ def train(plan: FaultPlan | None, *, accumulate: int = 1, set_to_none: bool = Tr
             quiet = model.no_sync() if i < accumulate - 1 else contextlib.nullcontext()
             batch = torch.randn(8, 24), torch.randn(8, 3)
             with quiet:
-                loss = loss_fn(model, batch)
+                loss = loss_of(model, batch)
                 if zero_late and i == 0:
                     optimizer.zero_grad(set_to_none=set_to_none)
                 loss.backward()

@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from sdcwatch.checks import torch_internals as internals
+from sdcwatch.checks.capture import CallCapture
+from sdcwatch.checks.replay import Replayer
+from sdcwatch.checks.replaying import replay_in_progress
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.faults import Fault, FaultPlan, Injector, Planted, read_log
 from sdcwatch.faults.plan import KINDS
@@ -60,17 +66,18 @@ class Loop:
     """A training loop with a replay at the end of each backward, as a guard makes it."""
 
     def __init__(self, *faults: Fault, rank: int = 0, seed: int = 0, dtype: Any = torch.float32,
-                 replays: int = 1, make: Callable[[], nn.Module] = Net,
+                 replays: int = 1, make: Callable[[], nn.Module] = Net, planted: bool = True,
                  log_dir: Path | None = None) -> None:  # fmt: skip
         torch.manual_seed(0)
         self.net = make().to(dtype)
         self.model = DistributedDataParallel(self.net)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.injector = Injector(FaultPlan(faults=faults, seed=seed), rank=rank, log_dir=log_dir)
-        self.injector.attach(self.model, self.optimizer)
-        if (pair := self.injector.comm_hook()) is not None:
-            self.model.register_comm_hook(*pair)
-        self.loss_fn = self.injector.wrap_loss(loss_of)
+        self.planted = planted
+        if planted:
+            self.injector.attach(self.model, self.optimizer)
+            if (pair := self.injector.comm_hook()) is not None:
+                self.model.register_comm_hook(*pair)
         self.replays, self.dtype = replays, dtype
         self.losses: list[float] = []
         self.replayed: list[list[Tensor]] = []
@@ -80,9 +87,9 @@ class Loop:
         state = torch.get_rng_state()
         torch.set_rng_state(self.rng)
         buffers = [b.clone() for b in self.net.buffers()]
-        with torch.enable_grad():  # the engine runs its callbacks without
-            loss = self.loss_fn(self.net, batch)
-        found = torch.autograd.grad(loss, list(self.net.parameters()))
+        with replay_in_progress(), torch.enable_grad():  # the engine runs its callbacks without
+            loss = loss_of(self.net, batch)
+            found = torch.autograd.grad(loss, list(self.net.parameters()))
         self.replayed.append([loss.detach(), *found])
         torch.set_rng_state(state)
         for buffer, kept in zip(self.net.buffers(), buffers, strict=True):
@@ -91,11 +98,15 @@ class Loop:
     def step(self, step: int) -> None:
         torch.manual_seed(100 + step)
         x, y = torch.randn(5, 6), torch.randn(5, 3)
-        self.injector.begin_step(step)
-        batch = self.injector.batch(step, (x.to(self.dtype), y.to(self.dtype)))
+        batch = x.to(self.dtype), y.to(self.dtype)
+        if self.planted:
+            self.injector.begin_step(step)
+            batch = self.injector.batch(batch)
         self.optimizer.zero_grad()
         self.rng = torch.get_rng_state()
-        loss = self.loss_fn(self.model, batch)
+        loss = loss_of(self.model, batch)
+        if self.planted:
+            loss = self.injector.loss(loss)
         engine = torch.autograd.Variable._execution_engine
 
         def at_the_end() -> None:
@@ -189,7 +200,7 @@ ROLES = [
 
 @pytest.mark.parametrize(("persistence", "role", "expected"), ROLES)
 @pytest.mark.parametrize(
-    ("site", "target"), [("activation", "first"), ("gradient", "first.weight"), ("loss", None)]
+    ("site", "target"), [("activation", "first"), ("gradient", "first.weight")]
 )
 def test_role_and_persistence_choose_the_computations(
     site: str, target: str | None, persistence: str, role: str, expected: list[str]
@@ -199,7 +210,7 @@ def test_role_and_persistence_choose_the_computations(
     assert [(p.step, p.role) for p in loop.log] == [(s, r) for s in (2, 3) for r in expected]
 
 
-@pytest.mark.parametrize(("site", "target"), SITES[:3])
+@pytest.mark.parametrize(("site", "target"), SITES[:2])
 @pytest.mark.parametrize("role", ["own", "replay", "both"])
 def test_damage_is_in_the_pass_that_was_asked_for_and_in_no_other(
     site: str, target: str | None, role: str
@@ -214,26 +225,168 @@ def test_damage_is_in_the_pass_that_was_asked_for_and_in_no_other(
         assert (mean[1] != clean[1]) == (role in ("replay", "both"))
     equal_own = all(map(torch.equal, loop.own[0], plain.own[0]))
     equal_replay = all(map(torch.equal, loop.replayed[0][1:], plain.replayed[0][1:]))
-    assert equal_own == (role == "replay" or site == "loss")
-    assert equal_replay == (role == "own" or site == "loss")
+    assert equal_own == (role == "replay")
+    assert equal_replay == (role == "own")
     if role == "both":
         assert all(map(torch.equal, loop.own[0], loop.replayed[0][1:]))
 
 
-def test_replay_that_swaps_fresh_leaves_in_is_damaged_before_its_own_hooks() -> None:
-    loop = Loop(fault("gradient", "set", "first.weight", role="replay", step=1, element=2))
-    loop.step(1)
-    seen: list[float] = []
-    fresh = loop.net.first.weight.detach().clone().requires_grad_()
-    fresh.register_hook(lambda g: seen.append(g.flatten()[2].item()))
-    original = loop.net.first._parameters["weight"]
-    loop.injector.begin_step(1)
-    loop.net.first._parameters["weight"] = fresh  # type: ignore[assignment]
-    loss = loop.loss_fn(loop.net, (torch.randn(5, 6), torch.randn(5, 3)))
-    loss.backward()
-    loop.net.first._parameters["weight"] = original
-    assert seen == [3.0]
-    assert [p.role for p in loop.log] == ["replay", "replay"]
+def test_a_loss_is_damaged_in_the_script_and_its_gradient_is_not_touched() -> None:
+    plain = Loop().run(1)
+    loop = Loop(fault("loss", "scale", step=1, persistence="sticky")).run(1)
+    assert loop.losses[0] == pytest.approx(1.5 * plain.losses[0])
+    assert all(map(torch.equal, loop.own[0], plain.own[0]))
+    assert [p.role for p in loop.log] == ["own"]
+    assert loop.injector.loss("no tensor") == "no tensor"
+
+
+def test_a_call_without_gradients_trains_nothing_and_is_left_alone() -> None:
+    net = Net()
+    planted = [fault("activation", "nan", "first"), fault("buffer", "zero", "norm.running_mean")]
+    injector = Injector(FaultPlan(faults=tuple(planted)), rank=0)
+    injector.attach(net)
+    injector.begin_step(3)
+    with torch.no_grad():
+        assert net(torch.randn(5, 6)).isfinite().all()
+    assert injector.log == ()
+    net(torch.randn(5, 6))
+    assert {p.site for p in injector.log} == {"activation", "buffer"}
+
+
+class Engine:
+    """The guard's own capture and replay of one call, with an injector attached before."""
+
+    def __init__(self, *faults: Fault, reentrant: bool = False) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+
+        class Whole(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = net
+
+            def forward(self, x: Tensor) -> Tensor:
+                if not reentrant:
+                    return self.net(x)
+                return checkpoint(self.net, x.requires_grad_(), use_reentrant=True)
+
+        self.module = Whole()
+        self.injector = Injector(FaultPlan(faults=faults), rank=0)
+        self.injector.attach(self.module)
+        self.capture = CallCapture(
+            self.module,
+            list(self.module.named_parameters()),
+            torch.device("cpu"),
+            on_gradient=lambda: internals.at_end_of_backward(self._ended),
+            audit=lambda: True,
+        )
+        self.capture.attach()
+        self.injector.begin_step(3)
+        self.backward: Any = None
+        self.module(torch.randn(5, 6)).square().sum().backward()
+
+    def _ended(self) -> None:
+        self.backward = self.capture.end_backward()
+
+    def differing(self) -> list[str]:
+        """Where a replay differs from the call: "outputs", and parameters by their gradient."""
+        result = Replayer(self.capture).self_audit(self.backward.micro_batch)
+        assert (result.error, result.not_run) == ("", "")
+        table = (result.gradients != self.backward.gradients).any(dim=1)
+        outputs = [] if torch.equal(result.outputs, self.backward.outputs) else ["outputs"]
+        return outputs + [n for (n, _), bad in zip(self.capture.named, table, strict=True) if bad]
+
+
+ENGINE_SITES = [("activation", "net.1"), ("gradient", "net.0.weight")]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("site", "target"), ENGINE_SITES)
+def test_a_sticky_fault_is_in_the_call_and_alike_in_every_replay_of_the_guard(
+    site: str, target: str, reentrant: bool
+) -> None:
+    sticky = fault(site, "scale", target, persistence="sticky")
+    engine = Engine(sticky, reentrant=reentrant)
+    own = len(engine.injector.log)
+    assert own >= 1
+    assert {p.role for p in engine.injector.log} == {"own"}
+    assert engine.differing() == engine.differing() == []
+    assert {p.role for p in engine.injector.log[own:]} == {"replay"}
+    assert len(engine.injector.log) == 3 * own
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("role", ["own", "replay"])
+def test_a_fault_in_one_role_alone_is_seen_by_the_replay_of_the_guard(
+    role: str, reentrant: bool
+) -> None:
+    once = fault("gradient", "bit_flip", "net.0.weight", role=role)
+    engine = Engine(once, reentrant=reentrant)
+    assert engine.differing() == ["net.0.weight"]
+    assert engine.differing() == (["net.0.weight"] if role == "own" else [])
+    wrong = fault("activation", "bit_flip", "net.1", role=role, element=0)
+    assert "outputs" in Engine(wrong, reentrant=reentrant).differing()
+
+
+@pytest.mark.parametrize(("site", "target"), ENGINE_SITES)
+def test_a_log_of_all_operations_sees_the_same_operations_and_the_damage_in_their_results(
+    site: str, target: str
+) -> None:
+    class Operations(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+            self.results: list[tuple[str, Tensor, Tensor]] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            self.names.append(str(func))
+            self.results += [
+                (str(func), t, t.clone()) for t in tree_leaves(out) if isinstance(t, Tensor)
+            ]
+            return out
+
+    def logged(*faults: Fault) -> Operations:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+        whole = nn.ModuleDict({"net": net})
+        injector = Injector(FaultPlan(faults=faults), rank=0)
+        injector.attach(whole)
+        injector.begin_step(3)
+        with replay_in_progress(), Operations() as mode:
+            loss = net(torch.ones(5, 6)).sum()
+            torch.autograd.grad(loss, list(net.parameters()))
+        assert len(injector.log) == len(faults)
+        return mode
+
+    clean = logged()
+    damaged = logged(fault(site, "scale", target, role="replay", persistence="sticky"))
+    changed = {n for n, now, then in damaged.results if not torch.equal(now, then)}
+    assert damaged.names == clean.names
+    assert all(torch.equal(now, then) for _, now, then in clean.results)
+    assert changed >= {"aten.addmm.default" if site == "activation" else "aten.mm.default"}
+
+
+def test_a_module_that_returns_what_it_was_given_damages_nothing_of_its_caller() -> None:
+    net = nn.Sequential(nn.Identity(), nn.Linear(6, 3))
+    injector = Injector(FaultPlan(faults=(fault("activation", "zero", "0"),)), rank=0)
+    injector.attach(net)
+    injector.begin_step(3)
+    x = torch.ones(2, 6)
+    assert torch.equal(net(x), net[1].bias.expand(2, 3))
+    assert x.tolist() == [[1.0] * 6] * 2
+
+
+def test_a_gradient_whose_elements_share_their_place_is_damaged_in_one_of_them() -> None:
+    net = nn.ParameterDict({"w": nn.Parameter(torch.ones(4))})
+    injector = Injector(FaultPlan(faults=(fault("gradient", "set", "w", element=2),)), rank=0)
+    injector.attach(net)
+    injector.begin_step(3)
+    net["w"].sum().backward()
+    assert net["w"].grad is not None
+    assert net["w"].grad.tolist() == [1.0, 1.0, 3.0, 1.0]
 
 
 def test_gradient_hook_of_others_sees_the_damage_even_if_it_was_there_first() -> None:
@@ -245,7 +398,7 @@ def test_gradient_hook_of_others_sees_the_damage_even_if_it_was_there_first() ->
     )
     injector.attach(net)
     injector.begin_step(1)
-    injector.wrap_loss(loss_of)(net, (torch.randn(5, 6), torch.randn(5, 3))).backward()
+    loss_of(net, (torch.randn(5, 6), torch.randn(5, 3))).backward()
     assert seen == [3.0]
 
 
@@ -295,18 +448,21 @@ def test_optimizer_that_wraps_another_is_hooked_inside() -> None:
 def test_batch_that_was_passed_in_stays_as_it_is_and_a_key_names_its_entry() -> None:
     injector = Injector(FaultPlan(faults=(fault("batch", "zero", "inputs", step=1),)), rank=0)
     batch = {"ids": torch.arange(3), "inputs": torch.ones(3), "name": "x"}
-    seen = injector.batch(1, batch)
+    injector.begin_step(1)
+    seen = injector.batch(batch)
     assert batch["inputs"].tolist() == [1.0] * 3  # type: ignore[union-attr]
     assert seen["inputs"].tolist() == [0.0] * 3
     assert seen["ids"] is batch["ids"]
-    assert injector.batch(2, batch) is batch
+    injector.begin_step(2)
+    assert injector.batch(batch) is batch
 
 
 def test_batch_without_a_target_takes_the_first_tensor_that_the_kind_fits() -> None:
     for kind, hit in (("nan", 1), ("bit_flip", 0)):
         injector = Injector(FaultPlan(faults=(fault("batch", kind, step=1),)), rank=0)
+        injector.begin_step(1)
         batch = [torch.arange(4), torch.ones(4)]
-        seen = injector.batch(1, batch)
+        seen = injector.batch(batch)
         assert [not torch.equal(a, b) for a, b in zip(batch, seen, strict=True)] == [
             i == hit for i in range(2)
         ]
@@ -325,15 +481,15 @@ def test_several_outputs_are_damaged_in_the_first_floating_one() -> None:
     injector = Injector(FaultPlan(faults=(fault("activation", "zero", "", step=1),)), rank=0)
     injector.attach(net)
     injector.begin_step(1)
-    loss_fn = injector.wrap_loss(lambda model, x: model(x)["value"].sum())
-    assert loss_fn(net, torch.ones(1, 2)).item() == 0.0
+    assert net(torch.ones(1, 2))["value"].sum().item() == 0.0
 
 
-def test_buffer_damage_is_there_when_a_hook_of_others_looks() -> None:
+@pytest.mark.parametrize("prepend", [False, True])
+def test_buffer_damage_is_there_when_a_hook_of_others_looks(prepend: bool) -> None:
     seen: list[float] = []
     loop = Loop(fault("buffer", "set", "norm.running_mean", step=2, element=1))
     loop.net.register_forward_pre_hook(
-        lambda module, _: seen.append(module.norm.running_mean[1].item())
+        lambda module, _: seen.append(module.norm.running_mean[1].item()), prepend=prepend
     )
     loop.run(2)
     assert seen[:2] != [3.0, 3.0]
@@ -355,6 +511,18 @@ def test_checkpointed_module_is_damaged_again_when_sticky(persistence: str) -> N
     assert [p.role for p in loop.log] == (twice if persistence == "sticky" else ["own"])
 
 
+@pytest.mark.parametrize("persistence", ["transient", "sticky"])
+def test_reentrant_checkpoint_is_damaged_though_it_runs_without_gradients(persistence: str) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            inner = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+            return self.last(self.norm(inner))
+
+    planted = fault("activation", "scale", "first", persistence=persistence, step=1)
+    loop = Loop(planted, make=Checkpointed, replays=0).run(1)
+    assert [p.role for p in loop.log] == ["own"] * (2 if persistence == "sticky" else 1)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_compiled_models_are_damaged_in_the_right_role(whole: bool) -> None:
     torch.manual_seed(0)
@@ -368,11 +536,11 @@ def test_compiled_models_are_damaged_in_the_right_role(whole: bool) -> None:
     ]
     injector = Injector(FaultPlan(faults=tuple(planted)), rank=0)
     injector.attach(model)  # type: ignore[arg-type]
-    loss_fn = injector.wrap_loss(loss_of)
     batch = torch.randn(5, 6), torch.randn(5, 3)
     injector.begin_step(1)
-    loss_fn(model, batch).backward()
-    torch.autograd.grad(loss_fn(compiled, batch), list(net.parameters()))
+    loss_of(model, batch).backward()  # type: ignore[arg-type]
+    with replay_in_progress():
+        torch.autograd.grad(loss_of(compiled, batch), list(net.parameters()))  # type: ignore[arg-type]
     expected = [(s, r) for r in ("own", "replay") for s in ("activation", "gradient")]
     assert [(p.site, p.role) for p in injector.log] == expected
     torch._dynamo.reset()
@@ -402,17 +570,17 @@ def test_random_element_stays_when_sticky_and_moves_when_transient() -> None:
 
 def test_probability_is_drawn_for_each_computation_and_each_rank() -> None:
     def drawn(rank: int, persistence: str = "sticky", seed: int = 0) -> list[tuple[int, str]]:
-        planted = Fault(site="loss", kind="scale", factor=2.0, ranks="all", probability=0.3,
-                        persistence=persistence, role="both")  # type: ignore[arg-type]  # fmt: skip
+        planted = Fault(site="activation", target="", kind="scale", factor=2.0, ranks="all",
+                        probability=0.3, persistence=persistence, role="both")  # type: ignore[arg-type]  # fmt: skip
         injector = Injector(FaultPlan(faults=(planted,), seed=seed), rank=rank)
         net = nn.Identity()
-        shell = nn.Sequential(net)
-        injector.attach(shell)
-        loss_fn = injector.wrap_loss(lambda model, x: model(x).sum())
+        injector.attach(net)
         for step in range(1, 201):
             injector.begin_step(step)
-            for model in (shell, net, net):
-                loss_fn(model, torch.ones(1, 1))
+            net(torch.ones(1, 1))
+            with replay_in_progress():
+                net(torch.ones(1, 1))
+                net(torch.ones(1, 1))
         return [(p.step, p.role) for p in injector.log]
 
     assert 130 < len(drawn(0)) < 230
@@ -435,25 +603,25 @@ UNTOUCHED: dict[str, tuple[Fault, ...]] = {
 def test_training_is_bit_identical_where_nothing_matches(
     faults: tuple[Fault, ...], dtype: torch.dtype
 ) -> None:
-    plain = Loop(dtype=dtype)
-    plain.loss_fn = loss_of
-    plain.run()
+    plain = Loop(dtype=dtype, planted=False).run()
     loop = Loop(*faults, dtype=dtype).run()
     assert loop.log == ()
     assert loop.losses == plain.losses
     assert loop.weights == plain.weights
 
 
-def test_plan_without_faults_wraps_nothing() -> None:
+def test_plan_without_faults_hooks_nothing() -> None:
     loop = Loop()
-    assert loop.loss_fn is loss_of
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in loop.net.modules())
+    assert all(p._backward_hooks is None for p in loop.net.parameters())
     assert loop.injector.comm_hook() is None
-    batch = (torch.ones(1), torch.ones(1))
-    assert loop.injector.batch(1, batch) is batch
+    batch, loss = (torch.ones(1), torch.ones(1)), torch.ones(())
+    assert loop.injector.batch(batch) is batch
+    assert loop.injector.loss(loss) is loss
 
 
 def test_detach_takes_every_hook_off_and_lets_the_injector_go_on_elsewhere() -> None:
-    sites = [s for s in SITES if s[0] not in ("all_reduce", "batch")]
+    sites = [s for s in SITES if s[0] not in ("all_reduce", "batch", "loss")]
     faults = tuple(fault(site, "nan", target, steps=(1, 9)) for site, target in sites)
     loop = Loop(*faults)
     loop.injector.detach()
@@ -463,8 +631,8 @@ def test_detach_takes_every_hook_off_and_lets_the_injector_go_on_elsewhere() -> 
     net = Net()
     loop.injector.attach(net, torch.optim.Adam(net.parameters()))
     loop.injector.begin_step(3)
-    loop.loss_fn(net, (torch.ones(2, 6), torch.ones(2, 3)))
-    assert {p.site for p in loop.log} == {"activation", "loss", "buffer"}
+    net(torch.ones(2, 6))
+    assert {p.site for p in loop.log} == {"activation", "buffer"}
 
 
 def test_log_is_on_disk_as_soon_as_a_fault_happens_and_reads_back_equal(tmp_path: Path) -> None:
@@ -477,7 +645,8 @@ def test_log_is_on_disk_as_soon_as_a_fault_happens_and_reads_back_equal(tmp_path
         FaultPlan(faults=(fault("batch", "zero", ranks=(1,), step=1),)), rank=1,
         log_dir=tmp_path / "run",
     )  # fmt: skip
-    other.batch(1, torch.ones(2))
+    other.begin_step(1)
+    other.batch(torch.ones(2))
     with path.open("a") as file:
         file.write('{"step": 4, "ra')
     read = read_log(tmp_path / "run")
@@ -534,9 +703,10 @@ def test_misuse_says_what_to_call() -> None:
     update = FaultPlan(faults=(fault("weight", "nan", "first.weight"),))
     with pytest.raises(ConfigurationError, match="an optimizer for site 'weight'"):
         Injector(update, rank=0).attach(net)
-    injector = Injector(FaultPlan(faults=(fault("loss"), fault("all_reduce"))), rank=0)
-    with pytest.raises(ConfigurationError, match=r"Call attach\(model, optimizer\)"):
-        injector.wrap_loss(loss_of)(net, batch)
+    planted = (fault("loss"), fault("all_reduce"), fault("activation", target="first"))
+    injector = Injector(FaultPlan(faults=planted), rank=0)
+    with pytest.raises(ConfigurationError, match=r"Expected Injector\.begin_step"):
+        injector.loss(torch.ones(()))
     with pytest.raises(ConfigurationError, match=r"attached to a DDP model, but got none"):
         injector.comm_hook()
     injector.attach(net)
@@ -545,7 +715,7 @@ def test_misuse_says_what_to_call() -> None:
     with pytest.raises(ConfigurationError, match=r"Call detach\(\) first"):
         injector.attach(net)
     with pytest.raises(ConfigurationError, match=r"Expected Injector\.begin_step"):
-        injector.wrap_loss(loss_of)(net, batch)
+        loss_of(net, batch)
     with pytest.raises(ConfigurationError, match="Steps are counted from 1"):
         injector.begin_step(0)
     with pytest.raises(ConfigurationError, match="`rank` to be an integer"):
@@ -558,8 +728,9 @@ def test_things_that_show_only_in_the_loop_are_refused_there() -> None:
     with pytest.raises(ConfigurationError, match="Expected a tensor of the micro-batch"):
         Loop(fault("batch", "nan", "7")).run(3)
     ids = Injector(FaultPlan(faults=(fault("batch", step=1),)), rank=0)
+    ids.begin_step(1)
     with pytest.raises(ConfigurationError, match="a tensor for kind 'nan' in the micro-batch"):
-        ids.batch(1, torch.arange(3))
+        ids.batch(torch.arange(3))
 
     class Nothing(nn.Module):
         def forward(self, x: Tensor) -> str:

@@ -65,6 +65,7 @@ def fault(**changes: Any) -> Fault:
         ({"element": "any"}, "`element` to be an index >= 0"),
         ({"role": "arbiter"}, "`role` to be one of"),
         ({"site": "weight", "target": "w", "role": "both"}, "role 'own' for site 'weight'"),
+        ({"role": "replay"}, "role 'own' for site 'loss'"),
         ({"site": "replay", "role": "own"}, "role 'replay' for site 'replay'"),
         ({"site": "rng"}, "`kind` to be one of ('bit_flip', 'set', 'zero')"),
         ({"site": "rng", "kind": "zero", "element": 3}, "no `element` for site 'rng'"),
@@ -103,8 +104,13 @@ def test_expectation_that_cannot_work_is_refused(changes: dict[str, Any], words:
     ("changes", "role"),
     [
         ({}, "own"),
-        ({"persistence": "sticky"}, "both"),
-        ({"persistence": "sticky", "role": "own"}, "own"),
+        ({"site": "activation", "target": "m", "persistence": "sticky"}, "both"),
+        ({"site": "gradient", "target": "w", "persistence": "sticky"}, "both"),
+        ({"persistence": "sticky"}, "own"),
+        (
+            {"site": "gradient", "target": "w", "persistence": "sticky", "role": "own"},
+            "own",
+        ),
         ({"site": "replay"}, "replay"),
         ({"site": "replay", "persistence": "sticky"}, "replay"),
         ({"site": "weight", "target": "w", "persistence": "sticky"}, "own"),
@@ -177,7 +183,7 @@ def faults(draw: st.DrawFn) -> Fault:
         how["target"] = draw(st.none() | names)
     if site == "optimizer_state":
         how["key"] = draw(st.none() | names)
-    if site in ("activation", "gradient", "loss"):
+    if site in ("activation", "gradient"):
         how["role"] = draw(st.sampled_from(("own", "replay", "both", None)))
     if site != "rng" and kind != "stuck_lane":
         how["element"] = draw(st.none() | st.integers(0, 99) | st.sampled_from(("random", "all")))
