@@ -171,7 +171,7 @@ def test_save_checkpoint_on_one_rank_only_ends_with_the_names_of_the_others(
     assert ended.codes[0] == EXIT_RANK_GONE
     assert all(code in (EXIT_RANK_GONE, 1) for code in ended.codes)
     (hang,) = [h for h in ended.of(Hang) if h.reporter == 0]
-    assert (hang.where, hang.absent) == ("save_checkpoint of step 2", (1, 2))
+    assert (hang.operation, hang.absent) == ("save_checkpoint of step 2", (1, 2))
     assert all("is alive, in step 3" in text for text in hang.left.values())
     assert ended.seconds < 5 * BUDGET_SECONDS
 
@@ -179,7 +179,7 @@ def test_save_checkpoint_on_one_rank_only_ends_with_the_names_of_the_others(
 def test_a_rank_that_comes_late_to_save_checkpoint_is_named(tmp_path: Path) -> None:
     ended = play("saved_late", tmp_path, wait_for=OTHERS)
     assert ended.codes == [EXIT_RANK_GONE, None, EXIT_RANK_GONE]
-    assert {h.where for h in ended.of(Hang)} == {"save_checkpoint of step 2"}
+    assert {h.operation for h in ended.of(Hang)} == {"save_checkpoint of step 2"}
     assert (0, (VICTIM,)) in hangs(ended)
     assert ended.seconds < 5 * BUDGET_SECONDS
 
