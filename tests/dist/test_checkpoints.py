@@ -34,6 +34,7 @@ class Loop:
         self.net, self.memory = nn.Linear(4, 2), Memory()
         self.nan_at: set[int] = set()
         self.wrong_at: set[int] = set()
+        self.net.register_forward_hook(self._spoil)
         self.model = DistributedDataParallel(self.net, process_group=group)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
         self.guard = sdcwatch.init(
@@ -51,7 +52,6 @@ class Loop:
             },
         )
 
-        self.net.register_forward_hook(self._spoil)
 
     def _spoil(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         """A device that computes wrongly, inside of the audited call."""

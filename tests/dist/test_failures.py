@@ -225,10 +225,11 @@ def test_ranks_whose_weights_differ_all_end_with_the_code_of_a_finding(tmp_path:
 
 RAISE = """
 from sdcwatch.core.records import Check, Outcome, Verdict
-from sdcwatch.errors import CorruptionDetected, Desync, RankGone, SchemaMismatch
+from sdcwatch.errors import (CorruptionDetected, Desync, RankGone, SchemaMismatch,
+                             SoftwareDivergence)
 verdict = Verdict(step=1, time=0, check=Check.REPLAY, outcome=Outcome.SUSPECT, reason="")
 raise {80: CorruptionDetected(verdict), 81: SchemaMismatch([]), 82: Desync({}),
-       83: RankGone((1,), "", "")}[%d]
+       83: RankGone((1,), "", ""), 85: SoftwareDivergence(verdict)}[%d]
 """
 
 
