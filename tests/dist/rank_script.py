@@ -46,7 +46,6 @@ class Rank:
         return sdcwatch.init(
             self.model,
             self.optimizer,
-            lambda model, batch: model(batch).square().mean(),
             **{
                 "audit_every": 2,
                 "fingerprint_every": 2,
@@ -59,20 +58,20 @@ class Rank:
             },
         )
 
-    def step(self, guard: sdcwatch.Guard, *, update: bool = True) -> None:
+    def step(self, *, update: bool = True) -> None:
         self.optimizer.zero_grad()
-        guard.forward(torch.ones(2, 4) * (self.rank + 1)).backward()
+        self.model(torch.ones(2, 4) * (self.rank + 1)).square().mean().backward()
         if update:
             self.optimizer.step()
 
     def train(self, happens: Callable[[], None] = lambda: None, **options: Any) -> None:
         """Train, and let it happen before a step."""
-        with self.guard(**options) as guard:
+        with self.guard(**options):
             for step in range(1, STEPS + 1):
                 if step == WHEN:
                     self.mark()
                     happens()
-                self.step(guard)
+                self.step()
         self.finish()
 
     def mark(self) -> None:
@@ -110,22 +109,22 @@ def stalled_and_others_leave(rank: Rank) -> None:
 
 def left_the_loop(rank: Rank) -> None:
     """Fewer batches on one rank: it closes its guard and goes on to something else."""
-    with rank.guard(on_hang="exit") as guard:
+    with rank.guard(on_hang="exit"):
         for step in range(1, STEPS + 1):
             if step == WHEN and rank.is_victim:
                 break
-            rank.step(guard)
+            rank.step()
     rank.mark()
     time.sleep(60)
 
 
 def left_the_process(rank: Rank) -> None:
     """Fewer batches on one rank: its script ends."""
-    with rank.guard() as guard:
+    with rank.guard():
         for step in range(1, STEPS + 1):
             if step == WHEN and rank.is_victim:
                 break
-            rank.step(guard)
+            rank.step()
     rank.mark()
 
 
@@ -150,18 +149,18 @@ def never_started(rank: Rank) -> None:
 def saved_on_one_rank(rank: Rank) -> None:
     with rank.guard() as guard:
         for _ in range(1, WHEN):
-            rank.step(guard)
+            rank.step()
         rank.mark()
         if rank.rank == 0:
             guard.save_checkpoint(lambda: None)
-        rank.step(guard)
+        rank.step()
     rank.finish()
 
 
 def saved_late(rank: Rank) -> None:
     with rank.guard() as guard:
         for _ in range(1, WHEN):
-            rank.step(guard)
+            rank.step()
         rank.mark()
         if rank.is_victim:
             time.sleep(60)
@@ -177,8 +176,8 @@ def resumed_elsewhere(rank: Rank) -> None:
 def saved_instead_of_updated(rank: Rank) -> None:
     """Two operations of the guard meet, at the same step."""
     with rank.guard() as guard:
-        rank.step(guard)
-        rank.step(guard, update=not rank.is_victim)
+        rank.step()
+        rank.step(update=not rank.is_victim)
         guard.save_checkpoint(lambda: None)
 
 

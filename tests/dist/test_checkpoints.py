@@ -40,7 +40,6 @@ class Loop:
         self.guard = sdcwatch.init(
             self.model,
             self.optimizer,
-            self._loss,
             **{
                 "audit_every": 4,
                 "fingerprint_every": None,

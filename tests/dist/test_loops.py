@@ -56,19 +56,14 @@ class Loop:
         if run_dir is not None:
             defaults = {"audit_every": 4, "fingerprint_every": 4, "node": f"n{rank}"}
             defaults |= {"run_dir": run_dir, "sinks": [self.memory], **QUIET}
-            self.guard = sdcwatch.init(
-                self.model, self.optimizer, self.loss, **{**defaults, **options}
-            )
-
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean() * (self.poison if self.rank == 1 else 1.0)
+            self.guard = sdcwatch.init(self.model, self.optimizer, **{**defaults, **options})
 
     def batch(self) -> torch.Tensor:
         return torch.randn(3, 4, generator=self.drawn)
 
     def forward(self) -> torch.Tensor:
-        batch = self.batch()
-        return self.loss(self.model, batch) if self.guard is None else self.guard.forward(batch)
+        loss = self.model(self.batch()).square().mean()
+        return loss * (self.poison if self.rank == 1 else 1.0)
 
     def told(self, kind: type[Any]) -> list[Any]:
         return [r for r in self.memory.records if isinstance(r, kind)]

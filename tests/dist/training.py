@@ -113,10 +113,9 @@ class _Run:
         if job.between is not None:
             job.between(self.model)
         self.optimizer = job.optimizer(self.net.parameters())
-        self.loss_fn, self.memory = job.loss_fn, Memory()
+        self.memory = Memory()
         self.injector = Injector(job.plan or FaultPlan(), rank=rank)
         self.injector.attach(self.model, self.optimizer)
-        self.loss_fn = self.injector.wrap_loss(job.loss_fn)
         self.guard: sdcwatch.Guard | None = None
         self.group = group
         self.left: dict[str, Any] = {"stopped": None, "saved": [], "probed": {}}
@@ -130,7 +129,6 @@ class _Run:
             self.guard = sdcwatch.init(
                 self.model,
                 self.optimizer,
-                self.loss_fn,
                 sinks=[self.memory],
                 comm_hook=hook,
                 **options,
@@ -167,10 +165,7 @@ class _Run:
             last = micro == job.accumulate - 1
             with contextlib.nullcontext() if last else self.model.no_sync():
                 batch = self.injector.batch(step, job.batch(self.rank, step, micro))
-                if self.guard is None:
-                    loss = self.loss_fn(self.model, batch)
-                else:
-                    loss = self.guard.forward(batch)
+                loss = job.loss_fn(self.model, batch)
                 scaled = loss / job.accumulate
                 (scaled if job.scaler is None else job.scaler.scale(scaled)).backward()
         return loss.detach()
