@@ -123,8 +123,9 @@ class NonfiniteInvestigation:
         repeated = Repeated()
         try:
             if plan:
-                replays = self._elsewhere(plan, counts, micro_batches, operation)
-                repeated = Repeated(self._repeat(replays, counts, operation) if trusted else ())
+                replays = self._elsewhere(plan, facts, counts, micro_batches, operation)
+                repeats = self._repeat(replays, facts, counts, operation) if trusted else ()
+                repeated = Repeated(repeats)
             else:
                 replays = self._without_scale(facts, micro_batches, operation)
             judgement = self._judge(facts, replays, repeated, trusted=trusted)
@@ -155,7 +156,11 @@ class NonfiniteInvestigation:
         )
 
     def _repeat(
-        self, replays: dict[int, ReplayFinite], counts: Sequence[int], operation: str
+        self,
+        replays: dict[int, ReplayFinite],
+        facts: Sequence[RankFinite],
+        counts: Sequence[int],
+        operation: str,
     ) -> tuple[RepeatsFinite, ...]:
         """Flagged ranks, and those that got a finite value, compute again. Every rank calls it."""
         orders = plan_nonfinite_repeats(replays)
@@ -166,7 +171,8 @@ class NonfiniteInvestigation:
         for rank, producer, times in orders:
             if rank != me:
                 continue
-            tries = [self._nonfinite_again(self._held.get(producer, ())) for _ in range(times)]
+            held, seen = self._held.get(producer, ()), facts[producer]
+            tries = [self._nonfinite_again(held, seen) for _ in range(times)]
             made = [again for again in tries if again is not None]
             own.append(
                 RepeatsFinite(producer=producer, rank=me, made=len(made), nonfinite=sum(made))
@@ -176,14 +182,17 @@ class NonfiniteInvestigation:
         rows = self._exchange.gather(message, operation, extra_seconds=patience)
         return tuple(RepeatsFinite(**item) for row in rows for item in json.loads(row))
 
-    def _nonfinite_again(self, micro_batches: Sequence[MicroBatch]) -> bool | None:
+    def _nonfinite_again(
+        self, micro_batches: Sequence[MicroBatch], seen: RankFinite
+    ) -> bool | None:
         """Whether one more replay of a step is not finite; None if it could not be made."""
         summed = GradientSum()
         options = ReplayOptions(onto=summed)
         results = [self._replay(m, options) for m in micro_batches]
         if not results or any(map(problem_of, results)):
             return None
-        return summed.nonfinite() or any(map(_nonfinite, results))
+        again = any(_nonfinite(r, seen) for r in results)
+        return again or (summed.nonfinite() and not _from_outputs(seen))
 
     def _restless(self, micro_batches: Sequence[MicroBatch], operation: str) -> tuple[int, ...]:
         """Ranks whose repeats of their own work differ. Every rank calls it."""
@@ -206,6 +215,7 @@ class NonfiniteInvestigation:
     def _elsewhere(
         self,
         plan: dict[int, int],
+        facts: Sequence[RankFinite],
         counts: Sequence[int],
         micro_batches: Sequence[MicroBatch],
         operation: str,
@@ -229,12 +239,17 @@ class NonfiniteInvestigation:
                 self._held.setdefault(producer, []).append(micro_batch)
                 result = self._replay(micro_batch, ReplayOptions(onto=sums[producer]))
                 found[producer].append(result)
-                if _nonfinite(result):
+                if _nonfinite(result, facts[producer]):
                     free = ReplayOptions(scale_free=True)
                     unscaled[producer].append(self._replay(micro_batch, free))
         own = [
             _summarise(
-                p, me, results, unscaled[p], damaged=p in damaged, summed=sums[p].nonfinite()
+                facts[p],
+                me,
+                results,
+                unscaled[p],
+                damaged=p in damaged,
+                summed=sums[p].nonfinite(),
             )
             for p, results in found.items()
         ]
@@ -257,8 +272,8 @@ class NonfiniteInvestigation:
             results = [self._replay(m, ReplayOptions()) for m in micro_batches]
             pairs = zip(micro_batches, results, strict=True)
             unscaled = ReplayOptions(scale_free=True)
-            free = [self._replay(m, unscaled) for m, r in pairs if _nonfinite(r)]
-            own.append(_summarise(me, me, results, free, damaged=False, summed=False))
+            free = [self._replay(m, unscaled) for m, r in pairs if _nonfinite(r, facts[me])]
+            own.append(_summarise(facts[me], me, results, free, damaged=False, summed=False))
         replays = self._share(own, operation, 2 * len(micro_batches))
         explained = all(r.nonfinite and r.nonfinite_unscaled is False for r in replays.values())
         return replays if explained else {}
@@ -292,12 +307,23 @@ def loss_scale(guarded: Guarded) -> float | None:
     return next((float(s.get_scale()) for s in scalers if s.is_enabled()), None)
 
 
-def _nonfinite(result: ReplayResult) -> bool:
-    return result.outputs_nonfinite or result.gradients_nonfinite
+def _from_outputs(seen: RankFinite) -> bool:
+    """The value went from the outputs through the loss into the gradients that arrived.
+
+    A replay starts from those gradients, so that its own say nothing.
+    """
+    return seen.loss and seen.arrived
+
+
+def _nonfinite(result: ReplayResult, seen: RankFinite) -> bool:
+    """Whether a replay has the value too that its producer saw."""
+    if _from_outputs(seen) or not seen.local:
+        return result.outputs_nonfinite
+    return result.gradients_nonfinite  # infinities in outputs may be a mask's
 
 
 def _summarise(
-    producer: int,
+    seen: RankFinite,
     replayer: int,
     results: Sequence[ReplayResult],
     unscaled: Sequence[ReplayResult],
@@ -308,10 +334,10 @@ def _summarise(
     errors = [problem for r in results if (problem := problem_of(r))]
     error = errors[0] if errors else ("the payload arrived damaged" if damaged else "")
     return ReplayFinite(
-        producer=producer,
+        producer=seen.rank,
         replayer=replayer,
-        nonfinite=summed or any(_nonfinite(r) for r in results),
-        nonfinite_unscaled=any(_nonfinite(r) for r in unscaled) if unscaled else None,
+        nonfinite=(summed and not _from_outputs(seen)) or any(_nonfinite(r, seen) for r in results),
+        nonfinite_unscaled=any(_nonfinite(r, seen) for r in unscaled) if unscaled else None,
         error=error,
     )
 
