@@ -139,8 +139,9 @@ class Injector:
         """
         self._planter.begin_step(step)
         self._calls.clear()  # an interrupted call skips the hook at its end
-        for handle in self._first if self._module is not None else ():
-            _run_first(self._module._forward_pre_hooks, handle)
+        if self._module is not None:
+            for handle in self._first:
+                _run_first(self._module._forward_pre_hooks, handle)
         for position, fault in self._planter.faults("rng"):
             if self._planter.due(position, fault, OWN):
                 self._planter.note(position, fault, OWN, _reseed(fault))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import (
     Cause,
     Coverage,
@@ -23,7 +24,6 @@ from sdcwatch.core.records import (
     SkipReason,
     UpdateSkipped,
 )
-from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.faults import Fault, FaultPlan
 from sdcwatch.testing import GlooPool
 

@@ -51,7 +51,6 @@ class Loop:
             },
         )
 
-
     def _spoil(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         """A device that computes wrongly, inside of the audited call."""
         if self.rank == 1 and self.step in self.nan_at and not sdcwatch.replaying():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import (
     Check,
     CheckpointEvent,
@@ -22,7 +23,6 @@ from sdcwatch.core.records import (
     Outcome,
     Verdict,
 )
-from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.faults import Expectation, Fault, FaultPlan, load_plan
 from sdcwatch.testing import GlooPool
 

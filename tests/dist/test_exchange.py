@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sdcwatch.errors import Desync
-from sdcwatch.guard.exchange import Operation, agree
-from sdcwatch.guard.exchange import NEUTRAL, Exchange, GlooExchange
+from sdcwatch.guard.exchange import NEUTRAL, Exchange, GlooExchange, Operation, agree
 from sdcwatch.testing import GlooPool, ThreadExchange, run_threads
 
 Body = Callable[[Exchange], Any]

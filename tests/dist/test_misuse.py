@@ -58,6 +58,10 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
+def nothing(output: torch.Tensor) -> torch.Tensor:
+    return output
+
+
 def add_ignored_parameter(net: nn.Module) -> None:
     """DDP compares what it reduces; what it was told to ignore, nobody but the guard compares."""
     net.register_parameter("extra", nn.Parameter(torch.zeros(2), requires_grad=False))
@@ -65,24 +69,31 @@ def add_ignored_parameter(net: nn.Module) -> None:
 
 
 class Loop:
-    """A guarded loop on one rank, each rank on a node of its own."""
+    """A guarded loop on one rank, each rank on a node of its own.
+
+    Args:
+        loss: The loss of the loop, outside of what is audited.
+        inside: What the last layer makes of its output, inside of what is audited.
+    """
 
     def __init__(
         self,
         rank: int,
         group: Any,
         run_dir: str,
-        loss_fn: Callable[[nn.Module, Any], torch.Tensor] = mean_square,
+        loss: Callable[[nn.Module, Any], torch.Tensor] = mean_square,
         *,
+        inside: Callable[[torch.Tensor], torch.Tensor] = nothing,
         extra_on: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
         self.rank, self.net, self.memory = rank, Net(), Memory()
         if rank in extra_on:
             add_ignored_parameter(self.net)
+        self.net.last.register_forward_hook(lambda module, args, output: inside(output))
         self.model = DistributedDataParallel(self.net, process_group=group)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
-        self.loss_fn = loss_fn
+        self.loss = loss
         self.step = 0
         self.options = {
             "audit_every": 2,
@@ -96,21 +107,18 @@ class Loop:
         torch.manual_seed(rank)
 
     def start(self) -> sdcwatch.Guard:
-        self.guard = sdcwatch.init(self.model, self.optimizer, self.loss_fn, **self.options)
+        self.guard = sdcwatch.init(self.model, self.optimizer, **self.options)
         return self.guard
 
     def batch(self) -> torch.Tensor:
         draw = torch.Generator().manual_seed(100 * self.rank + self.step)
         return torch.randn(6, 4, generator=draw)
 
-    def run(self, steps: int, *, forgets: Callable[[int], bool] = lambda step: False) -> None:
+    def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
             self.optimizer.zero_grad()
-            if forgets(self.step):
-                self.loss_fn(self.model, self.batch()).backward()
-            else:
-                self.guard.forward(self.batch()).backward()
+            self.loss(self.model, self.batch()).backward()
             self.optimizer.step()
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -140,41 +148,110 @@ def same(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return rows[0]
 
 
-# --- guard.forward is forgotten ---
+# --- gradients that do not come through the outputs of the module ---
 
 
-def forgetting(
-    rank: int, group: Any, run_dir: str, who: tuple[int, ...], when: tuple[int, ...]
+def penalty(net: nn.Module) -> torch.Tensor:
+    """A loss of the weights alone."""
+    return torch.stack([p.square().sum() for p in net.parameters()]).sum()
+
+
+def beside(
+    rank: int,
+    group: Any,
+    run_dir: str,
+    who: tuple[int, ...],
+    when: tuple[int, ...],
+    only: bool,
 ) -> dict[str, Any]:
-    loop = Loop(rank, group, run_dir)
+    """A penalty on the weights outside of the module: `only` it, or added to the loss."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        value = mean_square(model, batch)
+        if rank not in who or loop.step not in when:
+            return value
+        return penalty(loop.net) if only else value + 0.01 * penalty(loop.net)
+
+    loop = Loop(rank, group, run_dir, loss)
     loop.start()
-    loop.run(8, forgets=lambda step: rank in who and step in when)
+    loop.run(8)
     return loop.finished()
 
 
 @pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["on one rank", "on all ranks"])
-def test_an_audit_step_without_guard_forward_is_not_run_and_made_up_for(
-    pool: GlooPool, tmp_path: Path, who: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("only", "says"),
+    [
+        (True, "no gradient arrived at an output of the module that DDP wraps"),
+        (False, "a gradient entered by another way than the outputs of the module: "),
+    ],
+    ids=["instead of the loss", "beside the loss"],
+)
+def test_an_audit_step_whose_gradients_come_by_another_way_is_not_run_and_made_up_for(
+    pool: GlooPool, tmp_path: Path, who: tuple[int, ...], only: bool, says: str
 ) -> None:
-    left = same(pool.run(forgetting, WORLD, str(tmp_path), who, (4,)))
+    left = same(pool.run(beside, WORLD, str(tmp_path), who, (4,), only))
     assert left["verdicts"] == [(4, "replay", "not_run", ())]
-    assert f"did not call guard.forward on {list_ranks(who)}" in left["reasons"][0]
+    assert f"{says}" in left["reasons"][0]
+    assert list_ranks(who) in left["reasons"][0]
     assert (left["audited"], left["skips"]) == (8, [])
 
 
-def test_other_steps_without_guard_forward_are_checked_all_the_same(
-    pool: GlooPool, tmp_path: Path
+@pytest.mark.parametrize("only", [True, False], ids=["instead of the loss", "beside the loss"])
+def test_on_other_steps_it_does_not_matter_by_which_way_a_gradient_came(
+    pool: GlooPool, tmp_path: Path, only: bool
 ) -> None:
-    left = same(pool.run(forgetting, WORLD, str(tmp_path), (1,), (3, 5)))
+    left = same(pool.run(beside, WORLD, str(tmp_path), (1,), (3, 5), only))
     assert (left["verdicts"], left["audited"]) == ([], 8)
 
 
-def test_a_loop_that_never_calls_guard_forward_is_told_so_at_every_audit(
+def test_a_loop_that_never_uses_the_outputs_is_told_so_and_never_armed(
     pool: GlooPool, tmp_path: Path
 ) -> None:
-    left = same(pool.run(forgetting, WORLD, str(tmp_path), (0, 1, 2), tuple(range(1, 9))))
+    left = same(pool.run(beside, WORLD, str(tmp_path), (0, 1, 2), tuple(range(1, 9)), True))
     assert {outcome for _, _, outcome, _ in left["verdicts"]} == {"not_run"}
     assert (left["audited"], left["preflight"]) == (0, [])
+
+
+def test_a_penalty_on_weights_outside_of_the_module_is_found_before_arming(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    left = same(pool.run(beside, WORLD, str(tmp_path), (0, 1, 2), tuple(range(1, 9)), False))
+    ((coverage, reason),) = left["preflight"]
+    assert (coverage, left["verdicts"], left["audited"]) == (Coverage.OFF, [], 0)
+    assert "first.weight" in reason
+    assert "Compute it inside the forward of the module" in reason
+
+
+# --- what is no step ---
+
+
+def with_more_calls(rank: int, group: Any, run_dir: str | None) -> dict[str, Any]:
+    """Between the steps the module is called and differentiated in ways that train nothing."""
+    loop = Loop(rank, group, run_dir or "")
+    if run_dir is not None:
+        loop.start()
+    for _ in range(8):
+        look = loop.model(loop.batch()).square().mean()
+        torch.autograd.grad(look, loop.net.last.weight)
+        loop.net.eval()
+        with torch.no_grad():
+            loop.model(loop.batch())
+        loop.net.train()
+        loop.net(loop.batch())  # with gradients, and no backward ever
+        loop.run(1)
+    if run_dir is None:
+        return {"weights": sum(float(p.detach().double().sum()) for p in loop.net.parameters())}
+    return {**loop.finished(), "step": loop.guard.step}
+
+
+def test_forwards_without_a_backward_and_autograd_grad_count_nothing_and_change_nothing(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    left = same(pool.run(with_more_calls, WORLD, str(tmp_path)))
+    assert (left["step"], left["audited"], left["verdicts"]) == (8, 8, [])
+    assert [coverage for coverage, _ in left["preflight"]] == [Coverage.FULL]
+    assert left["weights"] == pool.run(with_more_calls, WORLD, None)[0]["weights"]
 
 
 # --- exceptions in the middle of a step ---
@@ -226,20 +303,27 @@ def interrupted(
     Explode.error = error
     restless = random.Random()
 
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        fails = loop.step == when["step"]
-        if fails and where == "before the forward":
+    def fail(here: str) -> bool:
+        return loop.step == when["step"] and where == here
+
+    def inside(output: torch.Tensor) -> torch.Tensor:
+        if not torch.are_deterministic_algorithms_enabled():
+            output = output + 1e-3 * restless.random()
+        if fail("in the forward"):
+            raise error
+        return output
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if fail("before the forward"):
             raised.append(generators_and_buffers(loop))
             raise error
         loss = mean_square(model, batch)
-        if not torch.are_deterministic_algorithms_enabled():
-            loss = loss + 1e-3 * restless.random()
-        if fails and where == "after the forward":
+        if fail("after the forward"):
             raised.append(generators_and_buffers(loop))
             raise error
-        return Explode.apply(loss) if fails and where == "in the backward" else loss
+        return Explode.apply(loss) if fail("in the backward") else loss
 
-    loop = Loop(rank, group, run_dir, loss_fn)
+    loop = Loop(rank, group, run_dir, loss_of, inside=inside)
     before_init = switches_and_hooks(loop)
     guard = loop.start()
     loop.run(5)
@@ -267,15 +351,17 @@ def interrupted(
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad label"), KeyboardInterrupt()], ids=type)
-@pytest.mark.parametrize("where", ["before the forward", "after the forward", "in the backward"])
+@pytest.mark.parametrize(
+    "where", ["before the forward", "in the forward", "after the forward", "in the backward"]
+)
 def test_an_exception_on_an_audit_step_leaves_nothing_behind_and_training_goes_on(
     pool: GlooPool, tmp_path: Path, where: str, error: BaseException
 ) -> None:
     rows = pool.run(interrupted, WORLD, str(tmp_path), where, error)
     for row in rows:
         assert row["coverage"] == [Coverage.FULL]
-        # From a backward that died nothing comes back to the guard; its next call cleans up.
-        assert row["at once"] or where == "in the backward"
+        # Where a call has begun nothing comes back to the guard; the next one cleans up.
+        assert row["at once"] or where != "before the forward"
         assert row["as raised"]
         assert row["afterwards"]
         assert row["closed"]
@@ -336,7 +422,7 @@ def test_a_start_that_fails_leaves_nothing_behind_on_any_rank(
     assert len({said for said, *_ in rows}) == 1
     expected = {
         "weights": "rank 1 dissents from the majority of 3",
-        "schema": "extra: missing on ranks [0, 2], (2,) torch.float32 on ranks [1]",
+        "schema": "extra: missing on ranks 0 and 2, (2,) torch.float32 on rank 1",
     }
     assert expected[how] in rows[0][0]
     assert [row[1:] for row in rows] == [(False, True, 0)] * WORLD
@@ -350,15 +436,18 @@ def noisy(
 ) -> dict[str, Any]:
     restless = random.Random()  # seeded by the system, differently in every process and replay
 
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss = mean_square(model, batch)
+    def restlessly(value: torch.Tensor) -> torch.Tensor:
         if restless.random() >= probability:
-            return loss
+            return value
         noise = 1e-4 * restless.random()
-        # The second changes the gradients and leaves the loss: it has the value zero.
-        return loss + noise if kind == "loss" else loss + noise * (loss - loss.detach())
+        # The second changes the gradients and leaves the output: it has the value zero.
+        return value + noise if kind != "gradient" else value + noise * (value - value.detach())
 
-    loop = Loop(rank, group, run_dir, loss_fn, audit_every=1)
+    if kind == "loss":
+        loss = lambda model, batch: restlessly(mean_square(model, batch))  # noqa: E731
+        loop = Loop(rank, group, run_dir, loss, audit_every=1)
+    else:
+        loop = Loop(rank, group, run_dir, inside=restlessly, audit_every=1)
     loop.start()
     loop.run(steps)
     return loop.finished()
@@ -367,8 +456,9 @@ def noisy(
 @pytest.mark.parametrize(
     ("kind", "coverage", "says"),
     [
-        ("loss", Coverage.OFF, "seed every generator that the forward uses"),
-        ("gradient", Coverage.OUTPUTS_ONLY, "only losses are compared"),
+        ("output", Coverage.OFF, "seed every generator that the forward uses"),
+        ("gradient", Coverage.OUTPUTS_ONLY, "only outputs are compared"),
+        ("loss", Coverage.FULL, "equal bit for bit"),
     ],
 )
 def test_a_computation_that_never_repeats_degrades_coverage_and_says_what_to_mend(
@@ -386,7 +476,7 @@ def test_a_computation_that_never_repeats_degrades_coverage_and_says_what_to_men
 def test_a_computation_that_seldom_repeats_names_nobody(
     pool: GlooPool, tmp_path: Path, probability: float
 ) -> None:
-    left = same(pool.run(noisy, WORLD, str(tmp_path), "loss", probability, 30))
+    left = same(pool.run(noisy, WORLD, str(tmp_path), "output", probability, 30))
     assert [v for v in left["verdicts"] if v[3] or v[2] == "suspect"] == []
 
 
@@ -416,23 +506,26 @@ def test_ranks_in_different_environments_are_not_audited_and_nobody_is_blamed(
 
 def with_nan(rank: int, group: Any, run_dir: str, source: str, when: tuple[int, ...]) -> Any:
     """A value that is not finite: in the data, or put there on rank 1."""
+    nan = float("nan")
 
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def bad(where: str) -> bool:
+        return source == where and rank == 1 and loop.step in when
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss = mean_square(model, batch)
-        here = source == "loss" and rank == 1 and loop.step in when
-        return loss * float("nan") if here else loss
+        return loss * nan if bad("loss") else loss
 
-    loop = Loop(rank, group, run_dir, loss_fn)
+    def inside(output: torch.Tensor) -> torch.Tensor:
+        return output * nan if bad("forward") and not sdcwatch.replaying() else output
+
+    loop = Loop(rank, group, run_dir, loss_of, inside=inside)
     plain = loop.batch
 
     def batch() -> torch.Tensor:
-        bad = source == "data" and rank == 1 and loop.step in when
-        return plain() / 0.0 if bad else plain()
+        return plain() / 0.0 if bad("data") else plain()
 
     loop.batch = batch  # type: ignore[method-assign]
-    if source == "gradient" and rank == 1:
-        nan = float("nan")
-        loop.net.first.weight.register_hook(lambda g: g * nan if loop.step in when else None)
+    loop.net.first.weight.register_hook(lambda g: g * nan if bad("gradient") else None)
     loop.start()
     loop.run(10)
     return loop.finished()
@@ -442,7 +535,8 @@ def with_nan(rank: int, group: Any, run_dir: str, source: str, when: tuple[int, 
     ("source", "outcome", "named", "origin", "cause"),
     [
         ("data", Outcome.REPRODUCIBLE, (), Origin.LOCAL, Cause.DATA),
-        ("loss", Outcome.SUSPECT, (1,), Origin.LOCAL, Cause.DEVICE),
+        ("loss", Outcome.UNATTRIBUTED, (), Origin.OUTPUT, Cause.OUTSIDE),
+        ("forward", Outcome.SUSPECT, (1,), Origin.LOCAL, Cause.DEVICE),
         ("gradient", Outcome.SUSPECT, (1,), Origin.LOCAL, Cause.DEVICE),
     ],
 )

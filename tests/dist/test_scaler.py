@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from sdcwatch.core.records import Cause, Origin, Outcome, SkipReason, UpdateSkipped
 from sdcwatch.core.outcomes import is_alarm
+from sdcwatch.core.records import Cause, Origin, Outcome, SkipReason, UpdateSkipped
 from sdcwatch.faults import Fault, FaultPlan
 from sdcwatch.testing import GlooPool
 
