@@ -164,8 +164,8 @@ class _Run:
         for micro in range(job.accumulate):
             last = micro == job.accumulate - 1
             with contextlib.nullcontext() if last else self.model.no_sync():
-                batch = self.injector.batch(step, job.batch(self.rank, step, micro))
-                loss = job.loss_fn(self.model, batch)
+                batch = self.injector.batch(job.batch(self.rank, step, micro))
+                loss = self.injector.loss(job.loss_fn(self.model, batch))
                 scaled = loss / job.accumulate
                 (scaled if job.scaler is None else job.scaler.scale(scaled)).backward()
         return loss.detach()
