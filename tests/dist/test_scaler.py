@@ -236,7 +236,7 @@ def test_a_nan_in_the_data_is_an_alarm_that_blames_no_device_case_6_19(
 def ever_again(rank: int, group: Any, run_dir: str, with_scaler: bool) -> Any:
     fault = Fault(
         site="gradient",
-        kind="inf",
+        kind="nan",
         target="0.weight",
         ranks=(BAD,),
         steps=(2, 99),
@@ -261,6 +261,26 @@ def test_more_skips_in_a_row_than_allowed_stop_every_rank_case_18(
         assert code == 80
         assert (verdict.step, verdict.outcome) == (4, Outcome.SUSPECT)
         assert [s.consecutive for s in of(result, UpdateSkipped)] == [1, 2, 3]
+    assert len({r["weights"] for r in results}) == 1
+
+
+def infinite(rank: int, group: Any, run_dir: str) -> Any:
+    fault = Fault(site="gradient", kind="inf", target="0.weight", ranks=(BAD,), steps=(2, 4))
+    guard = options(rank, run_dir, max_consecutive_skips=1)
+    return train(rank, group, Job(guard=guard, plan=FaultPlan(faults=(fault,)), scaler=scaler()))
+
+
+def test_infinities_under_a_scaler_are_its_own_business_whoever_made_them(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    """By design: they look like an overflow of the scale, which is skipped and halved away."""
+    results = pool.run(infinite, WORLD, str(tmp_path))
+    assert same_on_every_rank(results) == [(step, "nonfinite", "reproducible", ()) for step in (2, 3, 4)]
+    for result in results:
+        assert {v.cause for v in verdicts(result)} == {Cause.SCALING}
+        assert {s.reason for s in of(result, UpdateSkipped)} == {SkipReason.SCALER}
+        assert result["stopped"] is None
+    assert {r["scale"] for r in results} == {32.0}
     assert len({r["weights"] for r in results}) == 1
 
 

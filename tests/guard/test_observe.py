@@ -24,9 +24,7 @@ class Net(nn.Module):
 def poisoned(net: nn.Module) -> bool:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     named = tuple(net.named_parameters())
-    guarded = Guarded(
-        net, None, net, lambda m, b: m(b).sum(), optimizer, named, torch.device("cpu")
-    )
+    guarded = Guarded(net, net, None, net, (optimizer,), named, torch.device("cpu"))
     return weights_nonfinite(guarded)
 
 

@@ -1,13 +1,15 @@
-"""What preflight promises between threads: full, loss only or off, and what it says to mend."""
+"""What preflight promises between threads: full, outputs only or off, and what it says to mend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
-from sdcwatch.checks.payload import AutocastState, MicroBatch, RngState
-from sdcwatch.checks.replay import ReplayResult
+from sdcwatch.checks.payload import MicroBatch
+from sdcwatch.checks.replay import ReplayOptions, ReplayResult
 from sdcwatch.core.records import Coverage
 from sdcwatch.guard.preflight import Preflight
 from sdcwatch.guard.replay import OwnStep
@@ -15,7 +17,7 @@ from sdcwatch.testing import ThreadExchange, run_threads
 
 NAMES = ("embedding", "head")
 Compute = Callable[[int, int], tuple[int, int]]
-"""(rank, number of the computation, 0 is the step's own) -> loss and gradient as numbers."""
+"""(rank, number of the computation, 0 is the step's own) -> output and gradient as numbers."""
 
 
 def steady(rank: int, number: int) -> tuple[int, int]:
@@ -29,30 +31,38 @@ def outcome_of(
     rounds: int = 2,
     steps: int = 4,
     facts: Callable[[int], dict[str, str]] = lambda rank: {"threads": "1"},
-    error: Callable[[int], str] = lambda rank: "",
+    replayed: Callable[[int], dict[str, Any]] = lambda rank: {},
+    doors: Callable[[int], str] = lambda rank: "",
+    max_payload_bytes: int = 1 << 20,
 ) -> tuple[Preflight, int]:
     """Preflight as rank 0 leaves it, and the step at which it had an answer; all ranks agree."""
 
     def body(exchange: ThreadExchange) -> tuple[Preflight, int]:
         rank, number = exchange.rank, 0
 
-        def computed() -> tuple[tuple[int, int], torch.Tensor]:
+        def computed() -> tuple[torch.Tensor, torch.Tensor]:
             nonlocal number
-            loss, gradient = compute(rank, number)
+            output, gradient = compute(rank, number)
             number += 1
-            return (loss, 0), torch.tensor([[rank, 0], [gradient, 1]])
+            return torch.tensor([[output, 0]]), torch.tensor([[rank, 0], [gradient, 1]])
 
-        def replay(_: MicroBatch) -> ReplayResult:
-            if text := error(rank):
-                return ReplayResult(error=text)
-            loss, gradients = computed()
-            return ReplayResult(loss=loss, gradients=gradients)
+        def replay(_: torch.Tensor, options: ReplayOptions) -> ReplayResult:
+            assert options.watch
+            if found := replayed(rank):
+                return ReplayResult(*computed(), **found)
+            return ReplayResult(*computed())
 
-        preflight = Preflight(exchange, replay, NAMES, rounds=rounds, facts=lambda: facts(rank))
-        rng = RngState(torch.zeros(1, dtype=torch.uint8))
+        preflight = Preflight(
+            exchange,
+            replay,
+            NAMES,
+            rounds=rounds,
+            facts=lambda: facts(rank),
+            max_payload_bytes=max_payload_bytes,
+        )
         for step in range(1, steps + 1):
             number = 0
-            own = OwnStep(MicroBatch(0, rng, AutocastState((), cache=False)), *computed())
+            own = OwnStep(MicroBatch(), *computed(), doors=doors(rank))
             worth_an_audit = preflight.run(step, own)
             assert worth_an_audit is (preflight.coverage is Coverage.FULL)
             if preflight.coverage is not None:
@@ -73,7 +83,7 @@ def test_what_repeats_on_as_many_steps_as_asked_is_covered_in_full() -> None:
     assert "your own kernels" in preflight.reason
 
 
-def test_gradients_that_do_not_repeat_leave_the_loss_after_deterministic_kernels_were_tried() -> (
+def test_gradients_that_do_not_repeat_leave_the_outputs_after_deterministic_kernels_were_tried() -> (
     None
 ):
     preflight, step = outcome_of(lambda rank, number: (rank, number))
@@ -94,20 +104,20 @@ def test_kernels_that_repeat_once_they_are_deterministic_are_covered_in_full() -
     assert "with deterministic kernels" in preflight.reason
 
 
-def test_losses_that_do_not_repeat_turn_audits_off_and_it_says_what_to_do() -> None:
+def test_outputs_that_do_not_repeat_turn_audits_off_and_it_says_what_to_do() -> None:
     preflight, _ = outcome_of(lambda rank, number: (number, number))
     assert preflight.coverage is Coverage.OFF
     assert "seed every generator that the forward uses" in preflight.reason
 
 
-def test_a_step_that_differs_from_its_own_replay_in_the_gradients_leaves_the_loss() -> None:
+def test_a_step_that_differs_from_its_own_replay_in_the_gradients_leaves_the_outputs() -> None:
     preflight, step = outcome_of(lambda rank, number: (rank, 1 if number == 0 else 2))
     assert (preflight.coverage, step) == (Coverage.OUTPUTS_ONLY, 1)
     assert "(head)" in preflight.reason
     assert "by another way than the outputs" in preflight.reason
 
 
-def test_a_step_that_differs_from_its_own_replay_in_the_loss_turns_audits_off() -> None:
+def test_a_step_that_differs_from_its_own_replay_in_the_outputs_turns_audits_off() -> None:
     preflight, step = outcome_of(lambda rank, number: (1 if number == 0 else 2, rank))
     assert (preflight.coverage, step) == (Coverage.OFF, 1)
     assert "the outputs of the step differ" in preflight.reason
@@ -132,10 +142,45 @@ def test_ranks_in_different_environments_are_not_compared_and_nobody_is_blamed()
 
 def test_a_replay_that_raises_turns_audits_off_with_its_words() -> None:
     text = "AttributeError: 'GPT' object has no attribute 'module'"
-    preflight, _ = outcome_of(steady, error=lambda rank: text if rank == 2 else "")
+    preflight, _ = outcome_of(steady, replayed=lambda rank: {"error": text} if rank == 2 else {})
     assert preflight.coverage is Coverage.OFF
     assert text in preflight.reason
     assert "must be callable again with the same inputs" in preflight.reason
+
+
+@pytest.mark.parametrize(
+    ("found", "says", "local"),
+    [
+        ({"collectives": ("dp",)}, "the forward runs a collective on rank 1 (dp)", False),
+        (
+            {"trace": ("parameter head",)},
+            "the forward changes what no replay can put back on rank 1 (parameter head)",
+            True,
+        ),
+        ({"not_run": "the weights were changed"}, "the weights were changed", True),
+    ],
+)
+def test_a_clause_that_does_not_hold_on_one_rank_turns_audits_off_for_all(
+    found: dict[str, Any], says: str, local: bool
+) -> None:
+    preflight, step = outcome_of(steady, replayed=lambda rank: found if rank == 1 else {})
+    assert (preflight.coverage, step, preflight.local) == (Coverage.OFF, 1, local)
+    assert says in preflight.reason
+    assert "rank 1" in preflight.reason
+
+
+def test_what_the_step_itself_showed_needs_no_replay() -> None:
+    door = "MulBackward0 -> parameter head"
+    preflight, step = outcome_of(steady, doors=lambda rank: (door,) if rank != 1 else ())
+    assert (preflight.coverage, step) == (Coverage.OFF, 1)
+    assert "by another way than its outputs on ranks 0 and 2" in preflight.reason
+    assert door in preflight.reason
+
+
+def test_a_micro_batch_above_the_limit_turns_audits_off_and_says_what_to_do() -> None:
+    preflight, _ = outcome_of(steady, max_payload_bytes=16)
+    assert preflight.coverage is Coverage.OFF
+    assert "raise it, or compute the loss inside the module" in preflight.reason
 
 
 def test_asking_again_keeps_deterministic_kernels_on() -> None:

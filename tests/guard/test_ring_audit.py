@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from sdcwatch.checks.payload import AutocastState, MicroBatch, RngState
-from sdcwatch.checks.replay import ReplayResult
+from sdcwatch.checks.payload import MicroBatch
+from sdcwatch.checks.replay import ReplayOptions, ReplayResult
 from sdcwatch.core.records import Outcome
 from sdcwatch.core.topology import RankInfo, Topology, draw_pairing
 from sdcwatch.guard.replay import AuditPolicy, AuditResult, OwnStep, RingAudit
@@ -37,16 +37,12 @@ def topology_of(layout: str) -> Topology:
 
 
 def micro_batch(producer: int) -> MicroBatch:
-    return MicroBatch(
-        batch=producer,
-        rng=RngState(torch.zeros(1, dtype=torch.uint8)),
-        autocast=AutocastState((), cache=False),
-    )
+    return MicroBatch(signatures=str(producer))
 
 
-def results(producer: int, error: int = 0) -> tuple[tuple[int, int], torch.Tensor]:
-    """Loss digest and gradient table of a rank's micro-batch; any `error` but 0 makes it wrong."""
-    return (2**63 + producer, 7), torch.tensor([[producer, 1], [producer, 2 + error]])
+def results(producer: int, error: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Digests of a rank's outputs and gradients; any `error` but 0 makes a gradient wrong."""
+    return torch.tensor([[producer, 7]]), torch.tensor([[producer, 1], [producer, 2 + error]])
 
 
 @dataclass
@@ -64,14 +60,12 @@ class Faults:
     broken: Mapping[int, str] = field(default_factory=dict)
 
     def step(self, rank: int) -> OwnStep:
-        loss, gradients = results(rank, self.own.get(rank, 0))
-        return OwnStep(micro_batch(rank), loss, gradients)
+        return OwnStep(micro_batch(rank), *results(rank, self.own.get(rank, 0)))
 
     def replay(self, rank: int, of: MicroBatch) -> ReplayResult:
         if rank in self.broken:
             return ReplayResult(error=self.broken[rank])
-        loss, gradients = results(of.batch, self.replays.get(rank, 0))
-        return ReplayResult(loss=loss, gradients=gradients)
+        return ReplayResult(*results(int(of.signatures), self.replays.get(rank, 0)))
 
 
 def audit(
@@ -92,7 +86,7 @@ def audit(
         ring = RingAudit(
             own,
             topology,
-            lambda m: faults.replay(own.rank, m),
+            lambda m, options: faults.replay(own.rank, m),
             NAMES,
             policy=AuditPolicy(CPU, quorum=quorum),
         )
@@ -161,11 +155,13 @@ def test_two_ranks_with_values_of_their_own_are_both_named(quorum: int) -> None:
     assert [n.rank for n in judgement.named] == [1, 4]
 
 
-def test_a_wrong_loss_is_a_mismatch_of_the_loss() -> None:
+def test_a_wrong_output_is_a_mismatch_of_the_outputs() -> None:
+    def replay(rank: int, of: MicroBatch) -> ReplayResult:
+        outputs, gradients = results(int(of.signatures))
+        return ReplayResult(outputs + (rank == 2), gradients)
+
     faults = Faults()
-    faults.replay = lambda rank, of: ReplayResult(  # type: ignore[method-assign]
-        loss=(of.batch, 7) if rank == 2 else results(of.batch)[0], gradients=results(of.batch)[1]
-    )
+    faults.replay = replay  # type: ignore[method-assign]
     result = agreed(audit("3x2", faults)[0])
     assert [n.rank for n in result.judgement.named] == [2]
     assert [(c.outputs_equal, c.tensors) for c in result.comparisons] == [(False, ())]
@@ -223,9 +219,7 @@ def test_what_arrives_damaged_is_called_transport_and_names_no_device(
 
 def test_a_micro_batch_that_does_not_pickle_is_not_run_and_says_where() -> None:
     faults = Faults()
-    unpicklable = MicroBatch(
-        batch=lambda: None, rng=micro_batch(1).rng, autocast=micro_batch(1).autocast
-    )
+    unpicklable = MicroBatch(calls=(lambda: None,))  # type: ignore[arg-type]
     step = faults.step
     faults.step = lambda rank: (  # type: ignore[method-assign]
         OwnStep(unpicklable, *results(1)) if rank == 1 else step(rank)
@@ -261,9 +255,8 @@ def noisy_audits(layout: str, probability: float, audits: int) -> list[tuple[Out
     def body(exchange: ThreadExchange) -> list[tuple[Outcome, int, str]]:
         noise = Noise(probability, exchange.rank)
 
-        def replay(of: MicroBatch) -> ReplayResult:
-            loss, gradients = results(of.batch, noise.error())
-            return ReplayResult(loss=loss, gradients=gradients)
+        def replay(of: MicroBatch, options: ReplayOptions) -> ReplayResult:
+            return ReplayResult(*results(int(of.signatures), noise.error()))
 
         ring = RingAudit(exchange, topology, replay, NAMES, policy=AuditPolicy(CPU))
         said = []
@@ -284,7 +277,7 @@ def noisy_audits(layout: str, probability: float, audits: int) -> list[tuple[Out
 def light_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What travels is not framed or digested, so that a thousand audits take seconds."""
     light: dict[str, Callable[..., object]] = {
-        "pack_or_nothing": lambda m: torch.tensor([m.batch], dtype=torch.uint8),
+        "pack_or_nothing": lambda m: torch.tensor([int(m.signatures)], dtype=torch.uint8),
         "unpack_or_error": lambda payload, device: micro_batch(int(payload[0])),
         "frame_table": lambda table: table.view(torch.uint8).flatten(),
         "unframe_table": lambda data: data.view(torch.int64).reshape(-1, 2),
