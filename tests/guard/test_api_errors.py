@@ -31,14 +31,15 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
+def backward(model: nn.Module) -> None:
+    """What a training loop does with its model."""
+    model(torch.ones(2, 3)).square().mean().backward()
 
 
 def expected_got_do(error: Exception) -> str:
     """The message of an error, after checking its form."""
     text = str(error)
-    assert re.fullmatch(r"Expected .+, but got .+\. .+\.", text, re.DOTALL), text
+    assert re.fullmatch(r"Expected .+, but got .+\. .+[.?]", text, re.DOTALL), text
     return text
 
 
@@ -66,13 +67,13 @@ class Bench:
         self.net = nn.Linear(3, 2)
         self.model: Any = DistributedDataParallel(self.net)
         self.optimizer: Any = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.loss_fn: Any = mean_square
+        self.more: tuple[object, ...] = ()
         self.options: dict[str, Any] = {"run_dir": tmp_path / "run", **QUIET}
 
     def refused(self) -> str:
         before = traces(self.net, torch.optim.SGD(self.net.parameters(), lr=0.1))
         with pytest.raises(ConfigurationError) as caught:
-            sdcwatch.init(self.model, self.optimizer, self.loss_fn, **self.options)
+            sdcwatch.init(self.model, self.optimizer, *self.more, **self.options)
         assert traces(self.net, torch.optim.SGD(self.net.parameters(), lr=0.1)) == before
         assert not (Path(self.options["run_dir"]) / "events.jsonl").exists()
         return expected_got_do(caught.value)
@@ -87,9 +88,7 @@ def test_no_process_group(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError) as caught:
-        sdcwatch.init(
-            model, optimizer, mean_square, audit_every=None, run_dir=tmp_path / "run", **QUIET
-        )
+        sdcwatch.init(model, optimizer, audit_every=None, run_dir=tmp_path / "run", **QUIET)
     assert "init_process_group() before sdcwatch.init()" in expected_got_do(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -115,9 +114,28 @@ def test_a_ddp_model_with_a_communication_hook_of_its_own(bench: Bench) -> None:
     assert [hook for hook, _ in bench.model._comm_hooks] == [allreduce_hook]
 
 
-def test_a_loss_function_that_is_none(bench: Bench) -> None:
-    bench.loss_fn = torch.zeros(())
-    assert "`loss_fn` to be callable as loss_fn(model, batch)" in bench.refused()
+@pytest.mark.parametrize("by_name", [False, True], ids=["third argument", "by name"])
+def test_a_loss_function_as_in_earlier_versions_is_told_how_to_move(
+    bench: Bench, by_name: bool
+) -> None:
+    if by_name:
+        bench.options["loss_fn"] = backward
+    else:
+        bench.more = (backward,)
+    message = bench.refused()
+    assert "but got a loss_fn as well. Leave it out and keep the training loop as it is" in message
+    assert "CHANGELOG.md" in message
+
+
+def test_a_list_of_optimizers_that_is_empty(bench: Bench) -> None:
+    bench.optimizer = []
+    assert "one optimizer or more, but got none" in bench.refused()
+
+
+def test_a_list_with_an_optimizer_of_another_model(bench: Bench) -> None:
+    other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+    bench.optimizer = [bench.optimizer, other]
+    assert "but got one that holds none of them" in bench.refused()
 
 
 def test_an_optimizer_without_the_models_parameters(bench: Bench) -> None:
@@ -208,9 +226,9 @@ def test_trainable_parameters_without_an_optimizer_are_named() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     net[2].bias.requires_grad_(False)
     optimizer = torch.optim.SGD([*net[0].parameters(), net[1].weight], lr=0.1)
-    assert unguarded_parameters(net, optimizer) == ["1.bias", "2.weight"]
+    assert unguarded_parameters(net, [optimizer]) == ["1.bias", "2.weight"]
     optimizer.add_param_group({"params": [net[1].bias, net[2].weight]})
-    assert unguarded_parameters(net, optimizer) == []
+    assert unguarded_parameters(net, [optimizer]) == []
 
 
 def test_a_model_is_compiled_around_ddp_within_it_or_in_place(bench: Bench) -> None:
@@ -272,8 +290,8 @@ def test_a_run_dir_that_cannot_be_written(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_fault_domain_and_audits_are_not_asked_of_one_rank(bench: Bench) -> None:
-    with sdcwatch.init(bench.model, bench.optimizer, bench.loss_fn, **bench.options) as guard:
-        guard.forward(torch.ones(2, 3)).backward()
+    with sdcwatch.init(bench.model, bench.optimizer, **bench.options) as guard:
+        backward(bench.model)
         bench.optimizer.step()
     assert guard.step == 1
     assert guard.last_verdict is None
@@ -281,24 +299,24 @@ def test_fault_domain_and_audits_are_not_asked_of_one_rank(bench: Bench) -> None
 
 @pytest.fixture
 def guard(bench: Bench) -> Iterator[sdcwatch.Guard]:
-    guard = sdcwatch.init(bench.model, bench.optimizer, lambda m, b: b(m), **bench.options)
+    guard = sdcwatch.init(bench.model, bench.optimizer, **bench.options)
     yield guard
     guard.close()
 
 
-@pytest.mark.parametrize(
-    ("loss", "got"),
-    [
-        (lambda m: m(torch.ones(4, 3)), r"shape \(4, 2\)"),
-        (lambda m: m(torch.ones(4, 3)).sum().item(), "<class 'float'>"),
-        (lambda m: {"loss": m(torch.ones(4, 3)).sum()}, "<class 'dict'>"),
-    ],
-)
-def test_a_loss_that_is_no_scalar_tensor(guard: sdcwatch.Guard, loss: Any, got: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"scalar tensor, but got {got}") as caught:
-        guard.forward(loss)
+@pytest.mark.parametrize("loss", [torch.ones(4, 2), torch.ones(0)], ids=["many", "none"])
+def test_a_recorded_loss_that_is_not_one_number(guard: sdcwatch.Guard, loss: torch.Tensor) -> None:
+    with pytest.raises(ConfigurationError, match=r"one number, but got a tensor of shape") as caught:
+        guard.record_loss(loss)
     expected_got_do(caught.value)
-    guard.forward(lambda m: m(torch.ones(4, 3)).sum()).backward()  # the loop can go on
+
+
+@pytest.mark.parametrize("loss", [0.5, torch.tensor([0.5]), torch.tensor(0.5, requires_grad=True)])
+def test_a_recorded_loss_may_be_a_number_or_a_tensor_of_one_element(
+    bench: Bench, guard: sdcwatch.Guard, loss: Any
+) -> None:
+    guard.record_loss(loss)
+    backward(bench.model)
 
 
 def test_a_place_for_a_checkpoint_that_does_not_exist(guard: sdcwatch.Guard) -> None:
@@ -312,40 +330,35 @@ def test_a_place_for_a_checkpoint_that_does_not_exist(guard: sdcwatch.Guard) -> 
 def test_a_closed_guard_says_so_and_closing_it_again_does_nothing(
     bench: Bench, guard: sdcwatch.Guard
 ) -> None:
-    guard.forward(lambda m: m(torch.ones(4, 3)).sum()).backward()
+    backward(bench.model)
     guard.close()
     log = Path(bench.options["run_dir"]) / "events.jsonl"
     written = log.read_text()
     guard.close()
     assert log.read_text() == written
-    for use in (
-        lambda: guard.forward(lambda m: m(torch.ones(4, 3)).sum()),
-        lambda: guard.save_checkpoint(lambda: None),
-    ):
+    for use in (guard.may_save, lambda: guard.save_checkpoint(lambda: None)):
         with pytest.raises(SdcwatchError) as caught:
             use()
         assert "Call sdcwatch.init() again" in expected_got_do(caught.value)
+    backward(bench.model)  # the loop does not need it
 
 
 def test_a_closed_guard_leaves_the_training_loop_as_it_was(bench: Bench) -> None:
     before = traces(bench.net, bench.optimizer)
-    guard = sdcwatch.init(bench.model, bench.optimizer, bench.loss_fn, **bench.options)
-    guard.forward(torch.ones(2, 3)).backward()
+    guard = sdcwatch.init(bench.model, bench.optimizer, **bench.options)
+    backward(bench.model)
     bench.optimizer.step()
     guard.close()
     assert traces(bench.net, bench.optimizer) == before
-    loss = bench.loss_fn(bench.model, torch.ones(2, 3))
-    loss.backward()
+    backward(bench.model)
     bench.optimizer.step()
     assert guard.step == 1
 
 
 def test_a_new_guard_can_follow_a_closed_one_on_the_same_model(bench: Bench) -> None:
-    sdcwatch.init(bench.model, bench.optimizer, bench.loss_fn, **bench.options).close()
-    with sdcwatch.init(
-        bench.model, bench.optimizer, bench.loss_fn, start_step=7, **bench.options
-    ) as guard:
-        guard.forward(torch.ones(2, 3)).backward()
+    sdcwatch.init(bench.model, bench.optimizer, **bench.options).close()
+    with sdcwatch.init(bench.model, bench.optimizer, start_step=7, **bench.options) as guard:
+        backward(bench.model)
         bench.optimizer.step()
         assert guard.step == 8
         assert len(bench.model._comm_hooks) == 1
@@ -353,5 +366,5 @@ def test_a_new_guard_can_follow_a_closed_one_on_the_same_model(bench: Bench) -> 
 
 def test_a_second_guard_on_a_guarded_model_is_refused(bench: Bench, guard: sdcwatch.Guard) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        sdcwatch.init(bench.model, bench.optimizer, bench.loss_fn, **bench.options)
+        sdcwatch.init(bench.model, bench.optimizer, **bench.options)
     expected_got_do(caught.value)
