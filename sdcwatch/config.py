@@ -73,6 +73,8 @@ def _words_of(hint: Any) -> str:
 
 
 def _fits(value: object, hint: Any) -> bool:
+    if hint is Any:
+        return True
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in get_args(hint)
     if hint in (int, float):  # True is an int to Python and a mistake here
