@@ -1,4 +1,4 @@
-"""The guard changes nothing: a clean guarded run's weights are bit for bit those of plain DDP."""
+"""The guard changes nothing, and every replay repeats its step bit for bit, in every mode of DDP."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from sdcwatch.core.records import CheckpointEvent, Coverage, PreflightDone
+from sdcwatch.core.records import CheckpointEvent, Coverage, PreflightDone, Progress
 from sdcwatch.testing import GlooPool
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,6 +28,7 @@ GRAPHS: dict[str, dict[str, bool]] = {
     "static_graph": {"static_graph": True},
     "find_unused": {"find_unused_parameters": True},
 }
+AUDITS = 3  # the second step of preflight, then steps 4 and 5
 GUARD = {"audit_every": 2, "fingerprint_every": 2, "checkpoint_every": STEPS}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -77,6 +79,9 @@ def alike(rank: int, group: Any, run_dir: str, **job: Any) -> tuple[str, str]:
         problems += [f"not saved: {c.detail}" for c in of(guarded, CheckpointEvent)]
     if [p.coverage for p in of(guarded, PreflightDone)] != [Coverage.FULL]:
         problems += [f"coverage: {p.reason}" for p in of(guarded, PreflightDone)] or ["not armed"]
+    compared = sum(p.comparisons for p in of(guarded, Progress))
+    if compared != AUDITS * dist.get_world_size(group):
+        problems.append(f"{compared} replays were compared")
     return "ran", "; ".join(problems)
 
 
@@ -115,7 +120,7 @@ def optimizers(rank: int, group: Any, run_dir: str) -> dict[str, tuple[str, str]
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("world", [2, 3, 6])
-def test_a_clean_guarded_run_has_the_weights_of_plain_ddp_in_every_mode(
+def test_every_replay_is_exact_and_the_weights_are_those_of_plain_ddp_in_every_mode(
     pool: GlooPool, world: int, graph: str, tmp_path: Path
 ) -> None:
     for results in pool.run(modes, world, str(tmp_path), graph):

@@ -223,6 +223,37 @@ def test_a_penalty_on_weights_outside_of_the_module_is_found_before_arming(
     assert "Compute it inside the forward of the module" in reason
 
 
+# --- what is outside of the audited call ---
+
+
+def with_a_loss_of_its_own(rank: int, group: Any, run_dir: str | None) -> dict[str, Any]:
+    """A loss that depends on the rank, communicates, draws, counts and keeps outputs."""
+    kept: list[torch.Tensor] = []
+    drawn = random.Random(rank)  # nobody puts it back for a replay
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        output = model(batch)
+        kept.append(output)
+        largest = output.detach().abs().max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        weight = (1 + rank + drawn.random()) * len(kept) / largest
+        return weight * output.square().mean()
+
+    loop = Loop(rank, group, run_dir or "", loss)
+    if run_dir is not None:
+        loop.start()
+    loop.run(8)
+    weights = sum(float(p.detach().double().sum()) for p in loop.net.parameters())
+    return {"weights": weights} if run_dir is None else loop.finished()
+
+
+def test_a_loss_outside_of_the_module_may_do_what_it_likes(pool: GlooPool, tmp_path: Path) -> None:
+    left = same(pool.run(with_a_loss_of_its_own, WORLD, str(tmp_path)))
+    assert [coverage for coverage, _ in left["preflight"]] == [Coverage.FULL]
+    assert (left["verdicts"], left["audited"]) == ([], 8)
+    assert left["weights"] == pool.run(with_a_loss_of_its_own, WORLD, None)[0]["weights"]
+
+
 # --- what is no step ---
 
 

@@ -275,7 +275,8 @@ def test_infinities_under_a_scaler_are_its_own_business_whoever_made_them(
 ) -> None:
     """By design: they look like an overflow of the scale, which is skipped and halved away."""
     results = pool.run(infinite, WORLD, str(tmp_path))
-    assert same_on_every_rank(results) == [(step, "nonfinite", "reproducible", ()) for step in (2, 3, 4)]
+    said = [(step, "nonfinite", "reproducible", ()) for step in (2, 3, 4)]
+    assert same_on_every_rank(results) == said
     for result in results:
         assert {v.cause for v in verdicts(result)} == {Cause.SCALING}
         assert {s.reason for s in of(result, UpdateSkipped)} == {SkipReason.SCALER}
