@@ -19,6 +19,7 @@ from sdcwatch.checks.captured import Backward
 from sdcwatch.checks.nonfinite import confirm_nonfinite
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.replay import GradientSum, ReplayOptions, ReplayResult
+from sdcwatch.checks.serialise import Scope
 from sdcwatch.checks.torch_internals import live_grad_scalers
 from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.nonfinite import (
@@ -415,6 +416,21 @@ def observe(
 
 def _nonfinite_in(values: Sequence[float]) -> bool:
     return not all(map(math.isfinite, values))
+
+
+def holds_nan(
+    seen: RankFinite, micro_batches: Sequence[MicroBatch], scope: Scope, *, reduced: bool
+) -> bool:
+    """Whether a NaN was among what this rank saw: a sum of both infinities is one as well.
+
+    What arrived decides where it was not finite: infinities make NaNs on their way down. Else the
+    reduced gradient tells, in which every NaN of a rank is left.
+    """
+    if not seen.arrived:
+        return reduced
+    calls = [call for m in micro_batches for call in m.calls]
+    tensors = [frozen.thaw(scope) for call in calls for frozen in call.gradients.values()]
+    return any(bool(torch.isnan(t).any()) for t in tensors) if tensors else reduced
 
 
 def not_replayable(window: StepWindow, micro_batches: Sequence[MicroBatch]) -> str:

@@ -47,6 +47,7 @@ from sdcwatch.guard.nonfinite import (
     fill_with_nan,
     gradient_homes,
     gradients_hold_nan,
+    holds_nan,
     loss_scale,
     not_replayable,
     observe,
@@ -242,12 +243,15 @@ class StepController:
         self._reporter.flush()
         with self._reporter.timed(Check.NONFINITE, Phase.REPLAY):
             captured = window.micro_batches()
+            reduced_nan = gradients_hold_nan(self._guarded)
+            scope = self._recorder.capture.scope
             own = replace(
                 own,
+                nan=own.nan and holds_nan(own, captured, scope, reduced=reduced_nan),
                 not_replayable=not_replayable(window, captured),
                 loss_scaled=loss_scale(self._guarded) not in (None, 1.0),
                 weights=weights_nonfinite(self._guarded),
-                reduced_nan=gradients_hold_nan(self._guarded),
+                reduced_nan=reduced_nan,
             )
             audits = self._replay_check
             trusted = bool(audits.off) or audits.preflight.coverage in (None, Coverage.FULL)

@@ -1,4 +1,4 @@
-"""The guard changes nothing, and every replay repeats its step bit for bit, in every mode of DDP."""
+"""The guard changes nothing, and every replay repeats its step bit for bit, in every DDP mode."""
 
 from __future__ import annotations
 
