@@ -112,7 +112,8 @@ class Fault:
         probability: Chance of each matching computation, drawn from the plan's seed.
         persistence: "transient": at most one computation of a step; "sticky": every one.
         role: In the rank's "own" pass, in a "replay" of anybody's micro-batch on this rank
-            (arbitration included), or "both". Default: both if sticky, else own.
+            (arbitration included), or "both". Default: both if sticky, else own. Only `activation`
+            and `gradient` have a choice: they alone lie inside of what is replayed.
         bit: For `bit_flip` and `stuck_lane`: the bit, 0 is the lowest.
         element: Flat index of the element (taken modulo the size where the size is known only
             when it happens), "random" or "all". Default: all for `scale` and `zero`, 0 (the
