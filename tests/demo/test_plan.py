@@ -36,6 +36,12 @@ def test_the_default_plan_has_one_fault_for_each_thing_the_demo_shows() -> None:
     assert max(p.last_step for p in planted) < DEFAULT_STEPS
 
 
+def test_the_nan_of_the_default_plan_is_of_the_kind_that_comes_again() -> None:
+    nan = choose_plan("default", 6).faults[0]
+
+    assert (nan.kind, nan.persistence, nan.role) == ("nan", "sticky", "both")
+
+
 def test_audited_faults_lie_on_audits_and_the_weight_on_a_checkpoint() -> None:
     _, _, sticky, once, weight = planted_of(choose_plan("default", 6), 6)
 

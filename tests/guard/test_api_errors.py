@@ -306,7 +306,9 @@ def guard(bench: Bench) -> Iterator[sdcwatch.Guard]:
 
 @pytest.mark.parametrize("loss", [torch.ones(4, 2), torch.ones(0)], ids=["many", "none"])
 def test_a_recorded_loss_that_is_not_one_number(guard: sdcwatch.Guard, loss: torch.Tensor) -> None:
-    with pytest.raises(ConfigurationError, match=r"one number, but got a tensor of shape") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"one number, but got a tensor of shape"
+    ) as caught:
         guard.record_loss(loss)
     expected_got_do(caught.value)
 

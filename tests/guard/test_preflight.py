@@ -32,7 +32,7 @@ def outcome_of(
     steps: int = 4,
     facts: Callable[[int], dict[str, str]] = lambda rank: {"threads": "1"},
     replayed: Callable[[int], dict[str, Any]] = lambda rank: {},
-    doors: Callable[[int], str] = lambda rank: "",
+    doors: Callable[[int], tuple[str, ...]] = lambda rank: (),
     max_payload_bytes: int = 1 << 20,
 ) -> tuple[Preflight, int]:
     """Preflight as rank 0 leaves it, and the step at which it had an answer; all ranks agree."""
@@ -83,9 +83,7 @@ def test_what_repeats_on_as_many_steps_as_asked_is_covered_in_full() -> None:
     assert "your own kernels" in preflight.reason
 
 
-def test_gradients_that_do_not_repeat_leave_the_outputs_after_deterministic_kernels_were_tried() -> (
-    None
-):
+def test_gradients_that_never_repeat_leave_the_outputs_after_deterministic_kernels() -> None:
     preflight, step = outcome_of(lambda rank, number: (rank, number))
     assert (preflight.coverage, step, preflight.deterministic) == (Coverage.OUTPUTS_ONLY, 2, True)
     assert "gradients do not repeat on ranks 0, 1 and 2" in preflight.reason
