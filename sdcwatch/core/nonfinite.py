@@ -21,9 +21,9 @@ that device, over all checks, names it. Nobody is named where preflight found th
 give a step's gradients, or with fewer than three fault domains. What was not kept, was overwritten
 or failed leaves it `UNATTRIBUTED`.
 
-An fp16 overflow usually strikes many domains in the same step. Infinities under a loss scale with
-finite outputs are the scaler's normal business then, and no alarm. Where a NaN is among them, one
-of the flagged ranks is replayed all the same: finite without the scale says the same.
+Infinities under a loss scale with finite outputs are the scaler's normal business, and no alarm: it
+leaves the update out by itself. Where a NaN is among them in many domains at once, one of the
+flagged ranks is replayed: finite without the scale says the same.
 """
 
 from __future__ import annotations
@@ -208,13 +208,13 @@ def plan_nonfinite_replays(facts: Sequence[RankFinite], topology: Topology) -> d
     Every rank computes the same plan from the same facts. Not for those that were not kept.
     """
     seen = _sight(facts)
-    if seen.short or seen.weights or not seen.flagged:
+    if seen.short or seen.weights or not seen.flagged or seen.overflow:
         return {}
     domains = topology.domains
     flagged_domains = _domains_of(seen.flagged, topology)
     wanted = [rank for rank in seen.flagged if rank not in seen.kept_out]
     if len(flagged_domains) > DOMAINS_EXPLAINED:
-        if seen.overflow or not seen.scaled.issuperset(seen.flagged):
+        if not seen.scaled.issuperset(seen.flagged):
             return {}
         wanted = wanted[:1]
     of_domain, chosen = Counter[str](), []
@@ -291,27 +291,19 @@ class _Case:
         )
 
     def judge(self, *, trusted: bool) -> NonfiniteJudgement:
+        if self.seen.overflow:
+            return self._overflow()
         if len(_domains_of(self.seen.flagged, self.topology)) > DOMAINS_EXPLAINED:
             return self._many_domains()
         if self.finite:
             return self._finite_elsewhere(trusted=trusted)
-        if self.seen.overflow and not any(
-            r.nonfinite_unscaled for r in self.replays.values() if not r.error
-        ):
-            return self._overflow()
         return self._not_finite_elsewhere()
 
     def _overflow(self) -> NonfiniteJudgement:
-        again = list_ranks(r.replayer for r in self.replays.values() if not r.error)
-        scale = f", and on {again} too, but finite without the loss scale"
         reason = f"{self.where}: infinities under the loss scale, while the outputs are finite"
-        if any(not r.error and r.nonfinite_unscaled is False for r in self.replays.values()):
-            reason = self.where + scale
         return self.says(Outcome.REPRODUCIBLE, Cause.SCALING, reason)
 
     def _many_domains(self) -> NonfiniteJudgement:
-        if self.seen.overflow:
-            return self._overflow()
         replay = next(iter(self.replays.values()), None)
         if replay is not None and not replay.error and replay.nonfinite_unscaled is False:
             reason = f"{self.where}, and finite without the loss scale on rank {replay.replayer}"

@@ -150,10 +150,13 @@ def test_infinities_under_a_scaler_with_finite_outputs_are_its_normal_business(f
     assert judgement.strikes == judgement.named == ()
 
 
-def test_a_device_that_makes_infinities_under_a_scaler_is_found_all_the_same(topology):
+def test_infinities_under_a_scaler_are_its_own_business_whoever_made_them(topology):
+    """The scaler leaves the update out by itself, and no device is asked."""
     where, facts = topology("3x2"), seen(local=(1,), reduced=EVERY, loss_scaled=EVERY)
-    judgement = judge_nonfinite(facts, replay(1, 2, False), where, repeated=repeats({1: 2}))
-    assert (judgement.outcome, judgement.named) == (Outcome.SUSPECT, (1,))
+    assert plan_nonfinite_replays(facts, where) == {}
+    judgement = judge_nonfinite(facts, {}, where)
+    assert (judgement.outcome, judgement.cause) == (Outcome.REPRODUCIBLE, Cause.SCALING)
+    assert judgement.named == ()
 
 
 def test_a_nan_on_many_domains_is_scaling_if_one_of_them_is_finite_unscaled(topology):

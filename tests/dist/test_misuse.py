@@ -183,7 +183,7 @@ def beside(
     ("only", "says"),
     [
         (True, "no gradient arrived at an output of the module that DDP wraps"),
-        (False, "a gradient entered by another way than the outputs of the module: "),
+        (False, "a gradient entered by another way than the outputs: "),
     ],
     ids=["instead of the loss", "beside the loss"],
 )
@@ -220,7 +220,7 @@ def test_a_penalty_on_weights_outside_of_the_module_is_found_before_arming(
     ((coverage, reason),) = left["preflight"]
     assert (coverage, left["verdicts"], left["audited"]) == (Coverage.OFF, [], 0)
     assert "first.weight" in reason
-    assert "Compute it inside the forward of the module" in reason
+    assert "let the module return what that term is computed from" in reason
 
 
 # --- what is outside of the audited call ---
@@ -547,7 +547,7 @@ def with_nan(rank: int, group: Any, run_dir: str, source: str, when: tuple[int, 
         return loss * nan if bad("loss") else loss
 
     def inside(output: torch.Tensor) -> torch.Tensor:
-        return output * nan if bad("forward") and not sdcwatch.replaying() else output
+        return output * nan if bad("forward") else output
 
     loop = Loop(rank, group, run_dir, loss_of, inside=inside)
     plain = loop.batch
@@ -566,7 +566,7 @@ def with_nan(rank: int, group: Any, run_dir: str, source: str, when: tuple[int, 
     ("source", "outcome", "named", "origin", "cause"),
     [
         ("data", Outcome.REPRODUCIBLE, (), Origin.LOCAL, Cause.DATA),
-        ("loss", Outcome.UNATTRIBUTED, (), Origin.OUTPUT, Cause.OUTSIDE),
+        ("loss", Outcome.UNATTRIBUTED, (), Origin.LOCAL, Cause.OUTSIDE),
         ("forward", Outcome.SUSPECT, (1,), Origin.LOCAL, Cause.DEVICE),
         ("gradient", Outcome.SUSPECT, (1,), Origin.LOCAL, Cause.DEVICE),
     ],
