@@ -80,6 +80,7 @@ class NonfiniteInvestigation:
         self._memory = memory or SegmentMemory(topology)
         self._held: dict[int, list[MicroBatch]] = {}
         self._in_a_row = 0
+        self._forbid = False
         self._last_step = -2
 
     def run(
@@ -89,7 +90,7 @@ class NonfiniteInvestigation:
         micro_batches: Sequence[MicroBatch],
         *,
         trusted: bool = True,
-        local: bool = True,
+        local: bool | None = True,
     ) -> NonfiniteJudgement:
         """Investigate. Every rank calls it when the agreed word of the step says so.
 
@@ -98,16 +99,18 @@ class NonfiniteInvestigation:
             own: What this rank saw.
             micro_batches: Everything this rank accumulated in the step, in order; empty if unknown.
             trusted: Preflight did not find that replays differ from steps.
-            local: Preflight did not find that a replay communicates: then a replay on some ranks
-                only would wait for the others for ever.
+            local: Preflight found that no replay communicates; one on some ranks only would wait
+                for the others for ever. None before it has looked: then a collective is stopped
+                before it is issued.
         """
         operation = f"the non-finite check of step {step}"
         message = {**asdict(own), "count": len(micro_batches)}
         rows = [
             json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), operation)
         ]
-        counts = [row.pop("count") if local else 0 for row in rows]
-        facts = [RankFinite(**row) for row in rows]
+        counts = [0 if local is False else row["count"] for row in rows]
+        self._forbid = local is None
+        facts = [RankFinite(**{k: v for k, v in row.items() if k != "count"}) for row in rows]
         if not any(f.reduced or f.loss for f in facts):
             # A local value that is not finite makes a reduced one so: here its sum overflowed.
             facts = [replace(f, local=False) for f in facts]
@@ -188,7 +191,7 @@ class NonfiniteInvestigation:
     ) -> bool | None:
         """Whether one more replay of a step is not finite; None if it could not be made."""
         summed = GradientSum()
-        options = ReplayOptions(onto=summed)
+        options = ReplayOptions(forbid_collectives=self._forbid, onto=summed)
         results = [self._replay(m, options) for m in micro_batches]
         if not results or any(map(problem_of, results)):
             return None
@@ -199,7 +202,10 @@ class NonfiniteInvestigation:
         """Ranks whose repeats of their own work differ. Every rank calls it."""
         values = set()
         for _ in range(REPEATS):
-            results = [self._replay(m, ReplayOptions()) for m in micro_batches]
+            results = [
+                self._replay(m, ReplayOptions(forbid_collectives=self._forbid))
+                for m in micro_batches
+            ]
             if not any(map(problem_of, results)):
                 values.add(tuple(value_of(table_of(r, gradients=True)) for r in results))
         patience = SECONDS_PER_REPLAY * REPEATS * max(1, len(micro_batches))
@@ -238,10 +244,12 @@ class NonfiniteInvestigation:
                     damaged.add(producer)
                     continue
                 self._held.setdefault(producer, []).append(micro_batch)
-                result = self._replay(micro_batch, ReplayOptions(onto=sums[producer]))
+                result = self._replay(
+                    micro_batch, ReplayOptions(forbid_collectives=self._forbid, onto=sums[producer])
+                )
                 found[producer].append(result)
                 if _nonfinite(result, facts[producer]):
-                    free = ReplayOptions(scale_free=True)
+                    free = ReplayOptions(forbid_collectives=self._forbid, scale_free=True)
                     unscaled[producer].append(self._replay(micro_batch, free))
         own = [
             _summarise(
@@ -270,9 +278,12 @@ class NonfiniteInvestigation:
         me = self._exchange.rank
         own = []
         if me in flagged:
-            results = [self._replay(m, ReplayOptions()) for m in micro_batches]
+            results = [
+                self._replay(m, ReplayOptions(forbid_collectives=self._forbid))
+                for m in micro_batches
+            ]
             pairs = zip(micro_batches, results, strict=True)
-            unscaled = ReplayOptions(scale_free=True)
+            unscaled = ReplayOptions(forbid_collectives=self._forbid, scale_free=True)
             free = [self._replay(m, unscaled) for m, r in pairs if _nonfinite(r, facts[me])]
             own.append(_summarise(facts[me], me, results, free, damaged=False, summed=False))
         replays = self._share(own, operation, 2 * len(micro_batches))

@@ -255,8 +255,10 @@ class StepController:
             )
             audits = self._replay_check
             trusted = bool(audits.off) or audits.preflight.coverage in (None, Coverage.FULL)
+            looked = audits.preflight.coverage is not None and not audits.off
+            local = audits.preflight.local if looked else None
             judgement = self._nonfinite_check.investigation.run(
-                window.step, own, captured, trusted=trusted, local=audits.preflight.local
+                window.step, own, captured, trusted=trusted, local=local
             )
         if judgement.outcome is Outcome.PASS:  # the screen's sum overflowed; every value is finite
             return Decision()

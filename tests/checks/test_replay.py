@@ -161,7 +161,7 @@ def test_a_collective_in_a_call_is_counted_or_stopped():
     assert replayer.run(backward.micro_batch).collectives
     stopped = replayer.run(backward.micro_batch, ReplayOptions(forbid_collectives=True))
     assert stopped.error.startswith("CollectiveAttempted: c10d.allreduce_")
-    assert "test_call_replay.py:" in stopped.error
+    assert "test_replay.py:" in stopped.error
 
 
 def test_a_replay_that_draws_other_numbers_was_disturbed():
