@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from sdcwatch.core.catalog import CATALOG
 from sdcwatch.core.outcomes import MEANINGS
 from sdcwatch.core.records import (
     Cause,
@@ -57,19 +58,21 @@ class Process:
 
     def take(self, record: Record) -> None:
         """Measure one record."""
-        kept: dict[str, set[_Key]] = {}
         self.summary.add(record)
-        for measured in self.metrics.measure(record, self.summary.summary()):
+        summary = self.summary.summary()
+        for measured in self.metrics.measure(record, summary):
             metric = measured.metric
             if metric.kind == "histogram":
                 continue
             key = (metric.prometheus, tuple(sorted(measured.attributes.items())))
             counter = metric.kind == "counter"
             self._values[key] = measured.value + (self._values.get(key, 0.0) if counter else 0.0)
-            if metric.info:
-                kept.setdefault(metric.prometheus, set()).add(key)
-        for name, keys in kept.items():  # series of an info metric that no longer hold are gone
-            self._values = {k: v for k, v in self._values.items() if k[0] != name or k in keys}
+        infos = [m for series in self.metrics.infos(summary).values() for m in series]
+        told = {m.prometheus for m in CATALOG if m.info}  # those that no longer hold are gone
+        self._values = {k: v for k, v in self._values.items() if k[0] not in told}
+        for measured in infos:
+            key = (measured.metric.prometheus, tuple(sorted(measured.attributes.items())))
+            self._values[key] = measured.value
 
     def scrape(self, now: float, only: tuple[str, ...] = ()) -> Iterator[str]:
         """One line per series; with `only`, of these outcomes, and when a process lived."""
@@ -259,12 +262,12 @@ class Logged:
         return max(self.every, -(-self.seconds // self.points))
 
     def events(self) -> dict[str, list[float]]:
-        """Times of findings by outcome: two close together, one at the end of a process."""
+        """Times of findings by outcome: two close together, one near the end of a process."""
         start, length = END - self.seconds, self.seconds
         shares = {
-            "suspect": (0.31, 0.55),
-            "transport": (0.3, 0.301, 0.52, 0.8),
-            "inconclusive": (0.12, 0.45, 0.499),
+            "suspect": (0.31, 0.85),
+            "transport": (0.3, 0.301, 0.72, 0.8),
+            "inconclusive": (0.12, 0.35, 0.46),
         }
         return {o: [start + share * length for share in s] for o, s in shares.items()}
 
