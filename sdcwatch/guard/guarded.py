@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from sdcwatch.config import GuardConfig
+from sdcwatch.errors import ConfigurationError
+from sdcwatch.guard.hook import released_probes
+from sdcwatch.guard.optimizer import unwrap
 
 _WRAPPED_IN = ("_orig_mod", "_forward_module")
 """Where torch.compile and Fabric keep what they wrap."""
@@ -102,3 +108,94 @@ def is_compiled(model: torch.nn.Module, module: torch.nn.Module) -> bool:
         for whole in (model, module)
         for part in whole.modules()
     )
+
+
+def unguarded_parameters(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[str]:
+    """Names of the trainable parameters of `module` that none of `optimizers` holds."""
+    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    return [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+
+
+def require_guardable(
+    model: torch.nn.Module, optimizer: Any, config: GuardConfig
+) -> tuple[DistributedDataParallel | None, tuple[torch.optim.Optimizer, ...]]:
+    """Check what `sdcwatch.init` was given.
+
+    Returns:
+        The DDP wrapper or None, and the innermost optimizers.
+
+    Raises:
+        ConfigurationError: Something cannot be guarded; the message says what to do.
+    """
+    if not isinstance(model, torch.nn.Module):
+        msg = (
+            f"Expected `model` to be a torch.nn.Module, but got {type(model)}. Pass the DDP model."
+        )
+        raise ConfigurationError(msg)
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = tuple(dict.fromkeys(map(unwrap, given)))
+    if not optimizers:
+        msg = "Expected one optimizer or more, but got none. Pass those that update the model."
+        raise ConfigurationError(msg)
+    for one in optimizers:
+        _refuse_sharding(model, one)
+    ddp = find_ddp(model)
+    if ddp is None and config.audit_every is not None:
+        msg = (
+            "Expected `model` to be a DistributedDataParallel model, because audits are on, but "
+            f"got {type(model).__name__}. Wrap it in DDP, or pass audit_every=None."
+        )
+        raise ConfigurationError(msg)
+    if ddp is not None and has_comm_hook(ddp):
+        msg = (
+            "Expected a DDP model without a communication hook, but got one that has one. Pass it "
+            "as sdcwatch.init(..., comm_hook=(state, hook)) instead of registering it."
+        )
+        raise ConfigurationError(msg)
+    ours = {id(p) for p in bare_module(model).parameters()}
+    for one in optimizers:
+        theirs = [p for group in one.param_groups for p in group["params"]]
+        if not any(id(p) in ours for p in theirs):
+            msg = (
+                "Expected `optimizer` to update parameters of `model`, but got one that holds none "
+                "of them. Build it from model.parameters()."
+            )
+            raise ConfigurationError(msg)
+    return ddp, optimizers
+
+
+def _is_a(thing: object, name: str) -> bool:
+    """Whether a class of that name is among its types; no such class is imported for the answer."""
+    return any(kind.__name__ == name for kind in type(thing).__mro__)
+
+
+def _refuse_sharding(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what keeps another part of the weights or of the state on each rank."""
+    if any(_is_a(part, "FullyShardedDataParallel") for part in model.modules()):
+        msg = (
+            "Expected every rank to hold the whole model, but got FullyShardedDataParallel. Train "
+            "with DistributedDataParallel: shards have no replica to be compared with."
+        )
+        raise ConfigurationError(msg)
+    sharded = [name for name, p in model.named_parameters() if _is_a(p, "DTensor")]
+    if sharded:
+        msg = (
+            f"Expected every rank to hold the whole model, but got DTensor parameters, the first "
+            f"of {len(sharded)} is {sharded[0]}. Train with DistributedDataParallel, without "
+            "fully_shard or tensor parallelism: shards have no replica to be compared with."
+        )
+        raise ConfigurationError(msg)
+    if _is_a(optimizer, "ZeroRedundancyOptimizer"):
+        msg = (
+            "Expected an optimizer that updates all weights on every rank, but got "
+            "ZeroRedundancyOptimizer. Pass the optimizer that it shards, built from "
+            "model.parameters(): one rank's update would reach the others without a comparison."
+        )
+        raise ConfigurationError(msg)
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook is registered already, other than a closed guard's."""
+    return bool(getattr(ddp, "_comm_hooks", None)) and released_probes(ddp) is None

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.errors import ConfigurationError, SdcwatchError
-from sdcwatch.guard.guarded import is_compiled
-from sdcwatch.guard.setup import unguarded_parameters
+from sdcwatch.guard.guarded import is_compiled, unguarded_parameters
 
 QUIET: dict[str, Any] = {"telemetry": "off", "console": False}
 
