@@ -23,6 +23,8 @@ from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.replay import OwnStep, RingAudit, result_table, table_of
 
 MIB = 2**20
+LARGE_BYTES = 256 * MIB
+"""From here on the advice is to put the loss inside the module."""
 
 
 class Preflight:
@@ -35,6 +37,7 @@ class Preflight:
         rounds: Steps on which everything must repeat.
         facts: What decides which kernels run on this rank.
         max_payload_bytes: Largest micro-batch that may travel.
+        covers: How compiled code is covered, or "".
 
     Attributes:
         coverage: The answer; None while there is none.
@@ -44,7 +47,7 @@ class Preflight:
         payload_bytes: Bytes of the largest micro-batch of any rank so far.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a preflight is made of, most of it by name
         self,
         exchange: Exchange,
         replay_packed: Callable[[torch.Tensor, ReplayOptions], ReplayResult],
@@ -53,9 +56,10 @@ class Preflight:
         rounds: int,
         facts: Callable[[], dict[str, str]],
         max_payload_bytes: int,
+        covers: str = "",
     ) -> None:
         self._exchange, self._replay_packed = exchange, replay_packed
-        self._max_payload_bytes = max_payload_bytes
+        self._max_payload_bytes, self._covers = max_payload_bytes, covers
         self._names, self._rounds, self._facts = tuple(names), rounds, facts
         self.coverage: Coverage | None = None
         self.deterministic = False
@@ -109,8 +113,16 @@ class Preflight:
         if self._passed < self._rounds:
             return False
         kernels = "deterministic kernels" if self.deterministic else "your own kernels"
+        self.notes = (*self.notes, *self._said_of_the_payload())
         self.decide(Coverage.FULL, f"{judgement.reason} on {self._passed} steps, with {kernels}")
         return True
+
+    def _said_of_the_payload(self) -> tuple[str, ...]:
+        """What an audit sends, and how compiled code is replayed."""
+        sent = f"an audit sends {self.payload_bytes / MIB:,.2f} MiB from each rank to another"
+        if self.payload_bytes >= LARGE_BYTES:
+            sent += ": compute the loss inside the module, so that no large output travels"
+        return (sent, f"a replay runs {self._covers}") if self._covers else (sent,)
 
     def _audit(self, own: OwnStep) -> SelfAudit:
         """Replay this rank's own step twice, from the bytes that another rank would get."""

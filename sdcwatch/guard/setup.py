@@ -281,6 +281,7 @@ def _replay_check(
             rounds=rounds,
             facts=facts,
             max_payload_bytes=config.max_payload_mb * MIB,
+            covers=replayer.caller.covers,
         ),
         RingAudit(exchange, meeting.topology, replayer.run, names, policy=policy),
         meeting.audits_off,

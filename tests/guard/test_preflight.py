@@ -124,8 +124,8 @@ def test_a_step_that_differs_from_its_own_replay_in_the_outputs_turns_audits_off
 def test_one_rank_that_deviates_alone_is_left_to_the_audits() -> None:
     preflight, step = outcome_of(lambda rank, number: (rank, number if rank == 1 else 0), rounds=1)
     assert (preflight.coverage, step) == (Coverage.FULL, 1)
-    assert preflight.notes == (
-        "rank 1 alone deviates from its own replay; the audits will tell why",
+    assert preflight.notes[0] == (
+        "rank 1 alone deviates from its own replay; the audits will tell why"
     )
 
 
@@ -185,3 +185,8 @@ def test_asking_again_keeps_deterministic_kernels_on() -> None:
     preflight, _ = outcome_of(steady)
     preflight.restart()
     assert (preflight.coverage, preflight.repeats, preflight.deterministic) == (None, 0, True)
+
+
+def test_the_record_says_what_an_audit_sends_and_advises_where_it_is_much() -> None:
+    said, _ = outcome_of(steady)
+    assert "an audit sends 0.00 MiB from each rank to another" in said.notes
