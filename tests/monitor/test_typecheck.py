@@ -45,7 +45,9 @@ def _literal(value: Any) -> str:
     return json.dumps(value, indent=1)
 
 
-PROMETHEUS_ANNOTATION = ("tagKeys", "textFormat", "titleFormat", "useValueForTime")
+PROMETHEUS_ANNOTATION = (
+    "expr", "step", "tagKeys", "textFormat", "titleFormat", "useValueForTime",
+)  # fmt: skip
 """Fields that Grafana's Prometheus plugin reads from an annotation; its types are not published."""
 
 
@@ -59,7 +61,9 @@ def _typed(dashboard: dict[str, Any]) -> dict[str, Any]:
 
 
 def _queries(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
-    annotations = [a["target"] for a in dashboard["annotations"]["list"] if "target" in a]
+    targets = [a["target"] for a in dashboard["annotations"]["list"] if "target" in a]
+    # The plugin reads an interval of each query; it is not in the published type.
+    annotations = [{k: v for k, v in target.items() if k != "interval"} for target in targets]
     return annotations + [t for p in dashboard["panels"] for t in p.get("targets", ())]
 
 
