@@ -25,7 +25,9 @@ groups:
   - name: test
     rules:
       - alert: SuspectSeen
-        expr: max by (run, rank, node, gpu) (sdcwatch_rank_state{state="suspect"}) == 1
+        expr: >-
+          max by (run, suspect_rank, suspect_node, suspect_gpu)
+          (sdcwatch_rank_state{state="suspect"}) == 1
         labels: {severity: critical}
         annotations:
           summary: A rank is suspect.
@@ -55,8 +57,8 @@ receivers:
 """
 SUSPECT = (
     "# TYPE sdcwatch_rank_state gauge\n"
-    'sdcwatch_rank_state{run="r7",suspect_rank="3",suspect_node="n1",suspect_gpu="GPU-3",instance="i-3",'
-    'exporter_rank="0",state="suspect"} 1\n'
+    'sdcwatch_rank_state{run="r7",suspect_rank="3",suspect_node="n1",suspect_gpu="GPU-3",'
+    'suspect_instance_id="i-3",exporter_rank="0",state="suspect"} 1\n'
 )
 
 

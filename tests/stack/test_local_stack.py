@@ -47,7 +47,7 @@ def test_a_fault_in_the_metrics_reaches_the_receiver_as_one_notification(
     assert json.loads(line) == got[0]
 
 
-def test_the_scrape_keeps_the_instance_of_the_suspect_rank(
+def test_the_scrape_changes_no_label_that_names_the_suspect(
     metrics: Any, start_stack: Start
 ) -> None:
     metrics.show_suspect()
@@ -55,7 +55,9 @@ def test_the_scrape_keeps_the_instance_of_the_suspect_rank(
     query = running.state()["places"]["Prometheus"] + "/api/v1/query?query=sdcwatch_rank_state"
     (series,) = running.wait_until(lambda: running.get_json(query)["data"]["result"])
 
-    assert series["metric"]["instance"] == "i-3"
+    assert series["metric"]["suspect_rank"] == "3"
+    assert series["metric"]["suspect_instance_id"] == "i-3"
+    assert series["metric"]["instance"] == metrics.address
     assert series["metric"]["job"] == "sdcwatch"
 
 

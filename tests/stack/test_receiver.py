@@ -73,8 +73,7 @@ def test_a_notification_is_printed_logged_and_shown(
     assert post(f"{server.url}/page", json.dumps(NOTIFICATION).encode()) == 200
 
     assert written == [
-        "FIRING critical SdcwatchSuspectRank run=r7 suspect_rank=3 suspect_node=n1 "
-        "suspect_gpu=GPU-3 "
+        "FIRING critical SdcwatchSuspectRank run=r7 rank=3 node=n1 gpu=GPU-3 "
         "since 2026-01-02T03:04:05Z\n"
         "    A rank is suspect.\n"
         "    http://localhost:9090/user/runbook.html#sdcwatchsuspectrank"
