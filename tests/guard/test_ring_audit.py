@@ -53,11 +53,13 @@ class Faults:
         own: Errors of ranks in their own step.
         replays: Errors of ranks in every replay.
         broken: What the replay of a rank ends with.
+        disturbed: Ranks in whose replays a thread draws from `random`.
     """
 
     own: Mapping[int, int] = field(default_factory=dict)
     replays: Mapping[int, int] = field(default_factory=dict)
     broken: Mapping[int, str] = field(default_factory=dict)
+    disturbed: Sequence[int] = ()
 
     def step(self, rank: int) -> OwnStep:
         return OwnStep(micro_batch(rank), *results(rank, self.own.get(rank, 0)))
@@ -65,7 +67,9 @@ class Faults:
     def replay(self, rank: int, of: MicroBatch) -> ReplayResult:
         if rank in self.broken:
             return ReplayResult(error=self.broken[rank])
-        return ReplayResult(*results(int(of.signatures), self.replays.get(rank, 0)))
+        disturbed = ("random",) if rank in self.disturbed else ()
+        values = results(int(of.signatures), self.replays.get(rank, 0))
+        return ReplayResult(*values, disturbed=disturbed)
 
 
 def audit(
@@ -181,6 +185,18 @@ def test_replays_that_end_with_an_error_on_every_rank_are_not_run_either() -> No
     broken = dict.fromkeys(range(6), "ValueError: no")
     judgement = agreed(audit("3x2", Faults(broken=broken))[0]).judgement
     assert (judgement.outcome, judgement.named) == (Outcome.NOT_RUN, ())
+
+
+def test_a_disturbed_replay_that_came_to_the_same_bits_is_a_match() -> None:
+    result = agreed(audit("3x1", Faults(disturbed=range(3)))[0])
+    assert (result.judgement.outcome, result.comparisons) == (Outcome.PASS, ())
+
+
+def test_a_disturbed_replay_that_differs_has_no_vote() -> None:
+    result = agreed(audit("3x1", Faults(replays={1: 9}, disturbed=[1]))[0])
+    assert result.judgement.outcome is Outcome.NOT_RUN
+    assert (result.judgement.named, result.judgement.strikes) == ((), ())
+    assert "random disturbed by another thread: no vote" in result.judgement.reason
 
 
 class DamagingExchange(ThreadExchange):
