@@ -49,6 +49,9 @@ _CODE = (
 
 # --- generators ---
 
+HOST_GENERATORS = ("random", "numpy.random")
+"""Of the process, shared by every library in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Generators:
@@ -71,8 +74,8 @@ class Generators:
         pairs = (
             ("torch", not torch.equal(self.torch_cpu, other.torch_cpu)),
             ("torch's device", not _same(self.device, other.device, torch.equal)),
-            ("random", not _same(self.python, other.python, lambda a, b: bool(a == b))),
-            ("numpy.random", not _same(self.numpy, other.numpy, _equal_numpy)),
+            (HOST_GENERATORS[0], not _same(self.python, other.python, lambda a, b: bool(a == b))),
+            (HOST_GENERATORS[1], not _same(self.numpy, other.numpy, _equal_numpy)),
         )
         return tuple(name for name, differs in pairs if differs)
 

@@ -36,6 +36,7 @@ from sdcwatch.checks.capture import CallCapture, outputs_of
 from sdcwatch.checks.fingerprint import digest_tensors, to_pairs
 from sdcwatch.checks.gradients import GradientHooks, GradientLog, digest_gradient
 from sdcwatch.checks.module_state import (
+    HOST_GENERATORS,
     ModuleState,
     ReboundState,
     numeric_environment,
@@ -383,8 +384,12 @@ class _Run:
     def _compare_generators(self, call: Call) -> None:
         now = read_generators(self._capture.device)
         expected = now if call.generators_after is None else call.generators_after
+        # Exporters and loggers draw from Python's at any moment: of no account to a call that does
+        # not.
+        drawn = call.generators.differing(expected)
         for name in expected.differing(now):
-            self._disturbed[name] = None
+            if name in drawn or name not in HOST_GENERATORS:
+                self._disturbed[name] = None
         if self._options.watch:
             for name in call.generators.differing(now):
                 self._trace[f"generator {name}"] = None

@@ -170,6 +170,12 @@ def test_a_replay_that_draws_other_numbers_was_disturbed():
     assert Replayer(capture).run(backward.micro_batch).disturbed == ("torch",)
 
 
+def test_what_a_thread_draws_from_random_is_of_no_account_to_a_call_that_draws_nothing():
+    capture, [(backward, _)] = captured()
+    capture.module.also = random.random
+    assert Replayer(capture).run(backward.micro_batch).disturbed == ()
+
+
 def test_other_weights_are_named_and_nothing_runs():
     capture, [(backward, _)] = captured()
     with torch.no_grad():
