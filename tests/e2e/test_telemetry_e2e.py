@@ -211,6 +211,7 @@ def test_the_offline_wandb_runs_say_what_the_event_log_says(default_run):
     pytest.importorskip("wandb", reason="pip install 'sdcwatch[wandb]'")
     paths = sorted(default_run.run_dir.glob("wandb/offline-run-*"))
     assert len(paths) == len(default_run.segments)
+    suspects, steps = set(), 0  # of the whole run: a person has closed none of them
     for path, segment in zip(paths, default_run.segments, strict=True):
         (file,) = path.glob("*.wandb")
         summary, alerts = {}, []
@@ -225,17 +226,16 @@ def test_the_offline_wandb_runs_say_what_the_event_log_says(default_run):
         verdicts = [r for r in segment if r.kind == "verdict"]
         tables = path.glob("files/media/table/**/*.json")
         rows = [row for table in tables for row in json.loads(table.read_text())["data"]]
-        suspects = {
+        suspects |= {
             str(s.rank) for v in verdicts if v.outcome is Outcome.SUSPECT for s in v.suspects
         }
+        steps += sum(r.plain_steps + r.audit_steps for r in segment if r.kind == "progress")
 
         assert sorted(row[1] for row in rows) == sorted(v.step for v in verdicts)
         assert len(alerts) == len(set(alerts)) == len(verdicts)
         assert set(summary["sdcwatch/suspect_ranks"].split(", ")) - {""} == suspects
-        assert summary["sdcwatch/verdict"] == ("tainted" if len(verdicts) else "clean")
-        assert summary["sdcwatch/steps"] == sum(
-            r.plain_steps + r.audit_steps for r in segment if r.kind == "progress"
-        )
+        assert summary["sdcwatch/verdict"] == ("tainted" if verdicts else "suspect")
+        assert summary["sdcwatch/steps"] == steps
 
 
 def test_ten_scrapes_return_while_the_training_thread_sleeps_ten_seconds_in_a_hook(tmp_path):
