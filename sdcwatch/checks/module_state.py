@@ -228,18 +228,13 @@ class StateWatch:
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         self._module, self.scope = module, scope
-        self._unwatched: dict[Name, str] = {}
+        self._unwatched: set[Name] = set()
         self._first: dict[Name, Any] = {}
         self._kept: dict[Name, Frozen] = {}
         self._first = self.tokens()
         for name, value in self._values():
             if name in self._first and not isinstance(value, PLAIN):
                 self._keep(name, value)
-
-    @property
-    def unwatched(self) -> Mapping[Name, str]:
-        """Attributes that are not watched, with the reason."""
-        return self._unwatched
 
     def read(self) -> ModuleState:
         """The state now; nothing is copied."""
@@ -328,8 +323,8 @@ class StateWatch:
     def _split(self, name: Name, value: Any) -> tuple[bytes, list[Tensor]] | None:
         try:
             return split(value, self.scope, _LIMIT)
-        except NotTransportable as error:
-            self._unwatched[name] = str(error)
+        except NotTransportable:
+            self._unwatched.add(name)
         return None
 
     def _keep(self, name: Name, value: Any) -> None:
@@ -337,8 +332,8 @@ class StateWatch:
         if size <= _LIMIT:
             try:
                 self._kept[name] = freeze(value, self.scope)
-            except NotTransportable as error:
-                self._unwatched[name] = str(error)
+            except NotTransportable:
+                self._unwatched.add(name)
 
 
 def spoken(name: Name) -> str:

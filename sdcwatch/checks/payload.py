@@ -45,7 +45,7 @@ class Call:
             state (None) off audit steps.
         method: The method that a redirected forward runs; "" for `forward` itself.
         generators: When the call began.
-        generators_after: When it ended: a replay that ends elsewhere was disturbed; None off
+        generators_after: When it ended, to tell a replay that a thread disturbed; None off
             audit steps.
         autocast: Around the call.
         region: Equal for calls that share one autocast region and its casts; 0 for none.

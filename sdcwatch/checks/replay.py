@@ -65,7 +65,8 @@ class ReplayResult:
         inner_equal: The parts of output gradients that come from inside are the producer's.
         outputs_nonfinite: Whether one of these outputs holds NaN or infinity.
         gradients_nonfinite: Whether a gradient does.
-        disturbed: Generators that ended elsewhere than the producer's: no vote.
+        disturbed: Generators that ended elsewhere than the producer's, those of the process only
+            where its call drew from them: no vote where bits differ.
         not_run: Why nothing was run, or nothing can be compared, or "": named, and nobody's fault.
         trace: What the calls moved: "parameter a.weight", "buffer b.mean", "attribute c.n",
             "generator random". Looked for if asked; parameters always.

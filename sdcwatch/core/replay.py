@@ -134,14 +134,6 @@ class AuditJudgement:
     differing: tuple[int, ...] = ()
     domains: tuple[str, ...] = ()
 
-    @property
-    def keeps_age(self) -> bool:
-        """The audit counts as one for the age of the last clean audit.
-
-        Checkpoints stay provisional where ranks differ; see `judge_checkpoint`.
-        """
-        return self.outcome in (Outcome.PASS, Outcome.DIFFERS)
-
 
 class _Answers:
     """What the repeats say: how many a rank made of a micro-batch, and how many were wrong."""

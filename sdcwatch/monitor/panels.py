@@ -26,14 +26,12 @@ try:
             stat,
             statetimeline,
             table,
-            text,
             timeseries,
         )
         from grafana_foundation_sdk.models import common as cm
         from grafana_foundation_sdk.models import dashboard as dm
         from grafana_foundation_sdk.models import heatmap as hm
         from grafana_foundation_sdk.models import prometheus as pm
-        from grafana_foundation_sdk.models import text as tm
 except ImportError as error:
     message = (
         "Expected grafana-foundation-sdk 0.0.x (Python 3.11 or later), but it is not installed. "
@@ -365,17 +363,6 @@ def _column_properties(column: Column) -> dict[str, object]:
     if column.width is not None:
         properties["custom__width"] = column.width
     return properties
-
-
-def text_panel(title: str, description: str, content: str) -> Any:
-    """Markdown."""
-    return (
-        text.Panel()
-        .title(title)
-        .description(description)
-        .mode(tm.TextMode.MARKDOWN)
-        .content(content)
-    )
 
 
 class Grid:

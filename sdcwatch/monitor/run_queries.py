@@ -101,11 +101,6 @@ def or_none(counts: str, scope: Scope) -> str:
     return f"{counts} or {present(scope)}"
 
 
-def latest(metric: Metric, scope: Scope) -> str:
-    """The last value of a gauge per run, also after the run ended."""
-    return dedup_exporters(last(select(metric, scope)), scope)
-
-
 def current(metric: Metric, scope: Scope) -> str:
     """The last value of a gauge of the process that started last."""
     return dedup_exporters(newest(select(metric, scope), scope), scope)
