@@ -26,8 +26,9 @@ from sdcwatch.core.records import (
     Verdict,
     encode,
 )
-from sdcwatch.monitor.alerts import DRILL, alerts, annotations_of
+from sdcwatch.monitor.alerts import DRILL, alerts
 from sdcwatch.monitor.config import MonitorConfig
+from sdcwatch.monitor.texts import annotations_of
 from sdcwatch.stack.runbook import anchor
 
 PARTS = ("What it means.", "How sure it is.", "Do first.", "Replace when", "Do not replace when")
