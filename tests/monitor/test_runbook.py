@@ -72,11 +72,12 @@ def test_a_section_has_every_part_once(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory, synthetic: Any) -> Path:
     """A run directory with one record of every kind the commands look for."""
     folder = tmp_path_factory.mktemp("run")
     at: dict[str, Any] = {"step": 5, "time": 1.0}
     records = [
+        synthetic.started("r", 0.0),
         PreflightDone(
             **at, coverage=Coverage.FULL, reason="equal", deterministic_kernels=False, repeats=4
         ),
