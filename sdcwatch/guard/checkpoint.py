@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -10,7 +9,7 @@ from typing import Literal
 from sdcwatch.core.checkpoint import GateDecision
 from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason
 from sdcwatch.errors import ConfigurationError, SdcwatchError
-from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange
+from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange, gather_json
 from sdcwatch.guard.reporter import Reporter
 
 
@@ -103,7 +102,7 @@ class CheckpointGate:
         self, step: int, decision: GateDecision, error: BaseException | None, operation: str
     ) -> None:
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        rows = [json.loads(r) for r in self._exchange.gather(json.dumps(text).encode(), operation)]
+        rows = gather_json(self._exchange, text, operation)
         said = {rank: row for rank, row in enumerate(rows) if row}
         detail = "; ".join(f"save raised on rank {r}: {t}" for r, t in said.items())
         self._emit(step, CheckpointResult.FAILED, GateReason.SAVE_ERROR, detail, decision.audit_age)

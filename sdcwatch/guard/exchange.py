@@ -317,6 +317,17 @@ _CODE_BITS = 8
 _STEP_BITS = 48
 
 
+def gather_json(
+    exchange: Exchange, value: object, operation: str, *, extra_seconds: float = 0.0
+) -> list[Any]:
+    """Every rank's value, in rank order, after a way through JSON. Every rank calls it.
+
+    See `Exchange.gather`.
+    """
+    rows = exchange.gather(json.dumps(value).encode(), operation, extra_seconds=extra_seconds)
+    return [json.loads(row) for row in rows]
+
+
 class Operation(IntEnum):
     """What a rank is about to do."""
 
@@ -357,8 +368,7 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
     top, complement = exchange.max_int64s((word, ~word), at, on_device=on_device)
     bottom = ~complement
     if top >> _CODE_BITS != bottom >> _CODE_BITS:
-        rows = exchange.gather(json.dumps(at).encode(), at)
-        error = Desync({rank: json.loads(row) for rank, row in enumerate(rows)})
+        error = Desync(dict(enumerate(gather_json(exchange, at, at))))
         LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
         raise error
     exchange.position(f"in the training loop after {at}")

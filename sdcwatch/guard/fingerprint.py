@@ -9,7 +9,6 @@ A failed check taints the run for good: the wrong weight is in the replica.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from sdcwatch.core.fingerprint import FingerprintJudgement, judge_fingerprints
 from sdcwatch.core.outcomes import finding
 from sdcwatch.core.records import Check, Disagreement, GateReason, GuardState, Phase, Verdict
 from sdcwatch.guard.checkpoint import CheckpointGate
-from sdcwatch.guard.exchange import Exchange, Operation, agree
+from sdcwatch.guard.exchange import Exchange, Operation, agree, gather_json
 from sdcwatch.guard.reporter import Reporter
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -92,10 +91,7 @@ class WeightCheck:
             msg = "Expected equal() before dissent()."
             raise RuntimeError(msg)
         message = {"scale": loss_gradient, "pairs": to_pairs(self._table)}
-        rows = [
-            json.loads(r)
-            for r in self._replicas.exchange.gather(json.dumps(message).encode(), operation)
-        ]
+        rows = gather_json(self._replicas.exchange, message, operation)
         names = [name for name, _ in self._replicas.named()]
         tables = [[(int(a), int(b)) for a, b in row["pairs"]] for row in rows]
         judgement = judge_fingerprints(names, tables, loss_scales([row["scale"] for row in rows]))
@@ -117,8 +113,8 @@ class WeightCheck:
             for data in exchange.route(outgoing, incoming, operation).values():
                 theirs = data.view(tensor.dtype).reshape(tensor.shape)
                 own[disagreement.tensor] = describe_difference(tensor, theirs)
-        rows = exchange.gather(json.dumps(own).encode(), operation)
-        return {name: note for row in rows for name, note in json.loads(row).items()}
+        rows = gather_json(exchange, own, operation)
+        return {name: note for row in rows for name, note in row.items()}
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

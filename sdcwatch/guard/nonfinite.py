@@ -7,10 +7,10 @@ that a scaled overflow overflows again. What the facts mean is decided in `sdcwa
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -35,7 +35,7 @@ from sdcwatch.core.nonfinite import (
     remember,
 )
 from sdcwatch.core.topology import Topology
-from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.exchange import Exchange, gather_json
 from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.hook import GradientProbes
 from sdcwatch.guard.replay import (
@@ -105,9 +105,7 @@ class NonfiniteInvestigation:
         """
         operation = f"the non-finite check of step {step}"
         message = {**asdict(own), "count": len(micro_batches)}
-        rows = [
-            json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), operation)
-        ]
+        rows = gather_json(self._exchange, message, operation)
         counts = [0 if local is False else row["count"] for row in rows]
         self._forbid = local is None
         facts = [RankFinite(**{k: v for k, v in row.items() if k != "count"}) for row in rows]
@@ -181,18 +179,15 @@ class NonfiniteInvestigation:
             own.append(
                 RepeatsFinite(producer=producer, rank=me, made=len(made), nonfinite=sum(made))
             )
-        patience = SECONDS_PER_REPLAY * REPEATS * max(counts)
-        message = json.dumps([asdict(r) for r in own]).encode()
-        rows = self._exchange.gather(message, operation, extra_seconds=patience)
-        return tuple(RepeatsFinite(**item) for row in rows for item in json.loads(row))
+        rows = self._gather([asdict(r) for r in own], operation, REPEATS * max(counts))
+        return tuple(RepeatsFinite(**item) for row in rows for item in row)
 
     def _nonfinite_again(
         self, micro_batches: Sequence[MicroBatch], seen: RankFinite
     ) -> bool | None:
         """Whether one more replay of a step is not finite; None if it could not be made."""
         summed = GradientSum()
-        options = ReplayOptions(forbid_collectives=self._forbid, onto=summed)
-        results = [self._replay(m, options) for m in micro_batches]
+        results = [self._replayed(m, onto=summed) for m in micro_batches]
         if not results or any(map(problem_of, results)):
             return None
         again = any(_nonfinite(r, seen) for r in results)
@@ -202,17 +197,11 @@ class NonfiniteInvestigation:
         """Ranks whose repeats of their own work differ. Every rank calls it."""
         values = set()
         for _ in range(REPEATS):
-            results = [
-                self._replay(m, ReplayOptions(forbid_collectives=self._forbid))
-                for m in micro_batches
-            ]
+            results = [self._replayed(m) for m in micro_batches]
             if not any(map(problem_of, results)):
                 values.add(tuple(value_of(table_of(r, gradients=True)) for r in results))
-        patience = SECONDS_PER_REPLAY * REPEATS * max(1, len(micro_batches))
-        rows = self._exchange.gather(
-            json.dumps(len(values) > 1).encode(), operation, extra_seconds=patience
-        )
-        return tuple(rank for rank, row in enumerate(rows) if json.loads(row))
+        rows = self._gather(len(values) > 1, operation, REPEATS * max(1, len(micro_batches)))
+        return tuple(rank for rank, row in enumerate(rows) if row)
 
     def _limited(self, step: int) -> bool:
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 0
@@ -244,13 +233,10 @@ class NonfiniteInvestigation:
                     damaged.add(producer)
                     continue
                 self._held.setdefault(producer, []).append(micro_batch)
-                result = self._replay(
-                    micro_batch, ReplayOptions(forbid_collectives=self._forbid, onto=sums[producer])
-                )
+                result = self._replayed(micro_batch, onto=sums[producer])
                 found[producer].append(result)
                 if _nonfinite(result, facts[producer]):
-                    free = ReplayOptions(forbid_collectives=self._forbid, scale_free=True)
-                    unscaled[producer].append(self._replay(micro_batch, free))
+                    unscaled[producer].append(self._replayed(micro_batch, scale_free=True))
         own = [
             _summarise(
                 facts[p],
@@ -278,13 +264,11 @@ class NonfiniteInvestigation:
         me = self._exchange.rank
         own = []
         if me in flagged:
-            results = [
-                self._replay(m, ReplayOptions(forbid_collectives=self._forbid))
-                for m in micro_batches
-            ]
+            results = [self._replayed(m) for m in micro_batches]
             pairs = zip(micro_batches, results, strict=True)
-            unscaled = ReplayOptions(forbid_collectives=self._forbid, scale_free=True)
-            free = [self._replay(m, unscaled) for m, r in pairs if _nonfinite(r, facts[me])]
+            free = [
+                self._replayed(m, scale_free=True) for m, r in pairs if _nonfinite(r, facts[me])
+            ]
             own.append(_summarise(facts[me], me, results, free, damaged=False, summed=False))
         replays = self._share(own, operation, 2 * len(micro_batches))
         explained = all(r.nonfinite and r.nonfinite_unscaled is False for r in replays.values())
@@ -293,11 +277,19 @@ class NonfiniteInvestigation:
     def _share(
         self, own: Sequence[ReplayFinite], operation: str, replays: int
     ) -> dict[int, ReplayFinite]:
-        message = json.dumps([asdict(r) for r in own]).encode()
-        patience = SECONDS_PER_REPLAY * replays
-        rows = self._exchange.gather(message, operation, extra_seconds=patience)
-        found = [ReplayFinite(**item) for row in rows for item in json.loads(row)]
+        rows = self._gather([asdict(r) for r in own], operation, replays)
+        found = [ReplayFinite(**item) for row in rows for item in row]
         return {r.producer: r for r in found}
+
+    def _replayed(self, micro_batch: MicroBatch, **options: Any) -> ReplayResult:
+        """One replay, with these `ReplayOptions` besides what preflight found of collectives."""
+        return self._replay(micro_batch, ReplayOptions(forbid_collectives=self._forbid, **options))
+
+    def _gather(self, own: object, operation: str, replays: int) -> list[Any]:
+        """Every rank's value, from ranks that make so many replays first."""
+        return gather_json(
+            self._exchange, own, operation, extra_seconds=SECONDS_PER_REPLAY * replays
+        )
 
 
 @dataclass(frozen=True, slots=True)

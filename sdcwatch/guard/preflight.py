@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from sdcwatch.core.preflight import (
     judge_preflight,
 )
 from sdcwatch.core.records import SHOWN, Coverage
-from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.exchange import Exchange, gather_json
 from sdcwatch.guard.replay import OwnStep, RingAudit, result_table, table_of
 
 MIB = 2**20
@@ -88,9 +87,7 @@ class Preflight:
         operation = f"the preflight of step {step}"
         audit = asdict(self._audit(own))
         message = {"audit": audit, "bytes": self.payload_bytes, "facts": self._facts()}
-        rows = [
-            json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), operation)
-        ]
+        rows = gather_json(self._exchange, message, operation)
         differences = environment_differences([row["facts"] for row in rows])
         if differences:
             self.decide(Coverage.OFF, "ranks run different software: " + "; ".join(differences))

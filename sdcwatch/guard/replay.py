@@ -11,7 +11,6 @@ scheme: docs/protocol.md.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +44,7 @@ from sdcwatch.core.replay import (
 )
 from sdcwatch.core.text import list_names
 from sdcwatch.core.topology import Pairing, Topology, draw_pairing
-from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.exchange import Exchange, gather_json
 
 Replay = Callable[[MicroBatch, ReplayOptions], ReplayResult]
 COMPARISONS_SHOWN = 64
@@ -279,8 +278,8 @@ class RingAudit:
     ) -> tuple[AuditFacts, AuditResult]:
         started = time.perf_counter()
         gradients = own.gradients is not None
-        rows = self._exchange.gather(json.dumps(_as_json(finding)).encode(), operation)
-        findings = [_from_json(json.loads(row)) for row in rows]
+        rows = gather_json(self._exchange, _as_json(finding), operation)
+        findings = [_from_json(row) for row in rows]
         facts = AuditFacts(
             comparisons_total=len(findings),
             mismatches=tuple(f.as_mismatch for f in findings if not (f.matches or f.transport)),
@@ -326,10 +325,8 @@ class RingAudit:
         for _ in range(REPEATS):
             table, _ = self._recompute(self._exchange.rank, gradients=gradients)
             wrong = wrong or (table is not None and value_of(table) != expected)
-        rows = self._exchange.gather(
-            json.dumps(wrong).encode(), operation, extra_seconds=self._patience(REPEATS)
-        )
-        return tuple(rank for rank, row in enumerate(rows) if json.loads(row))
+        rows = gather_json(self._exchange, wrong, operation, extra_seconds=self._patience(REPEATS))
+        return tuple(rank for rank, row in enumerate(rows) if row)
 
     def _arbitrate(
         self, facts: AuditFacts, own: OwnStep, operation: str, *, gradients: bool
@@ -354,12 +351,12 @@ class RingAudit:
             table, _ = self._recompute(producer, gradients=gradients)
             if table is not None:
                 values[str(producer)] = value_of(table)
-        rows = self._exchange.gather(
-            json.dumps(values).encode(), operation, extra_seconds=self._patience(len(plan))
+        rows = gather_json(
+            self._exchange, values, operation, extra_seconds=self._patience(len(plan))
         )
         arbitration: dict[int, dict[int, str]] = {p: {} for p in plan}
         for arbiter, row in enumerate(rows):
-            for producer_text, value in json.loads(row).items():
+            for producer_text, value in row.items():
                 arbitration[int(producer_text)][arbiter] = value
         return arbitration
 
@@ -386,13 +383,13 @@ class RingAudit:
                 table, error = self._recompute(repeat.producer, gradients=gradients)
                 values.append(error_value(error) if table is None else value_of(table))
             own[str(repeat.producer)] = values
-        rows = self._exchange.gather(
-            json.dumps(own).encode(), operation, extra_seconds=self._patience(_most_replays(plan))
+        rows = gather_json(
+            self._exchange, own, operation, extra_seconds=self._patience(_most_replays(plan))
         )
         return {
             (rank, int(producer)): tuple(values)
             for rank, row in enumerate(rows)
-            for producer, values in json.loads(row).items()
+            for producer, values in row.items()
         }
 
     def _patience(self, replays: int) -> float:
@@ -406,9 +403,7 @@ class RingAudit:
             result_table(own.outputs, own.gradients)
         )
         message = {"same": same, "error": error, "environment": self._facts()}
-        rows = [
-            json.loads(r) for r in self._exchange.gather(json.dumps(message).encode(), operation)
-        ]
+        rows = gather_json(self._exchange, message, operation)
         notes = []
         unequal = [r for r, row in enumerate(rows) if not row["same"]]
         if unequal:

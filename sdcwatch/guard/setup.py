@@ -7,7 +7,6 @@ on the optimizer until all of that has passed.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -38,7 +37,7 @@ from sdcwatch.core.text import count, list_names
 from sdcwatch.core.topology import RankInfo, Topology, choose_fault_domain, pairing_problem
 from sdcwatch.errors import ConfigurationError, SchemaMismatch
 from sdcwatch.guard.checkpoint import CheckpointGate
-from sdcwatch.guard.exchange import Exchange, GlooExchange
+from sdcwatch.guard.exchange import Exchange, GlooExchange, gather_json
 from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, WeightCheck
 from sdcwatch.guard.guarded import (
     Guarded,
@@ -152,8 +151,8 @@ def meet(exchange: Exchange, config: GuardConfig, guarded: Guarded) -> Meeting:
     ranks = [Introduction.decode(r) for r in exchange.gather(own.encode(), "sdcwatch.init")]
     require_same_options(ranks)
     if not same_schema(ranks):
-        rows = exchange.gather(json.dumps(schema).encode(), "the comparison of model schemas")
-        mismatch = SchemaMismatch(schema_differences([json.loads(r) for r in rows]))
+        rows = gather_json(exchange, schema, "the comparison of model schemas")
+        mismatch = SchemaMismatch(schema_differences(rows))
         LOG.critical(mismatch)  # uncaught it ends the process without a word, as SystemExit does
         raise mismatch
     infos = tuple(one.info for one in ranks)
