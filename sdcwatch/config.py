@@ -218,11 +218,12 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without the model."""
-        require_types(self)
+        # Before the types, which would say no more than that an integer is wanted.
         for name in ("audit_every", "fingerprint_every", "checkpoint_every"):
             _positive(name, getattr(self, name), optional=True)
         for name in ("max_consecutive_skips", "preflight_micro_batches", "max_payload_mb"):
             _positive(name, getattr(self, name))
+        require_types(self)
         _one_of("quorum", str(self.quorum), ("2", "3"))
         for name in ("start_step", "max_audit_age"):
             value = getattr(self, name)
