@@ -66,7 +66,7 @@ class ReplayResult:
         outputs_nonfinite: Whether one of these outputs holds NaN or infinity.
         gradients_nonfinite: Whether a gradient does.
         disturbed: Generators that ended elsewhere than the producer's, those of the process only
-            where its call drew from them: no vote where bits differ.
+            where they moved in both: no vote where bits differ.
         not_run: Why nothing was run, or nothing can be compared, or "": named, and nobody's fault.
         trace: What the calls moved: "parameter a.weight", "buffer b.mean", "attribute c.n",
             "generator random". Looked for if asked; parameters always.
@@ -385,9 +385,9 @@ class _Run:
     def _compare_generators(self, call: Call) -> None:
         now = read_generators(self._capture.device)
         expected = now if call.generators_after is None else call.generators_after
-        # Exporters and loggers draw from Python's at any moment: of no account to a call that does
-        # not.
-        drawn = call.generators.differing(expected)
+        # Exporters and loggers draw from Python's at any moment, in the step as in the replay: a
+        # call that draws moves it in both.
+        drawn = {*call.generators.differing(expected)} & {*call.generators.differing(now)}
         for name in expected.differing(now):
             if name in drawn or name not in HOST_GENERATORS:
                 self._disturbed[name] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import weakref
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sdcwatch.checks.calling import BareCall, CompiledAroundDdp, choose_caller
 from sdcwatch.checks.capture import CallCapture
+from sdcwatch.checks.module_state import read_generators
 from sdcwatch.checks.payload import (
     NotTransportable,
     PayloadDamaged,
@@ -174,6 +176,17 @@ def test_what_a_thread_draws_from_random_is_of_no_account_to_a_call_that_draws_n
     capture, [(backward, _)] = captured()
     capture.module.also = random.random
     assert Replayer(capture).run(backward.micro_batch).disturbed == ()
+
+
+def test_what_a_thread_drew_during_the_step_is_of_no_account_to_a_replay_that_draws_nothing():
+    capture, [(backward, _)] = captured()
+    call = backward.micro_batch.calls[0]
+    random.getrandbits(1_000)
+    moved = dataclasses.replace(call, generators_after=read_generators(CPU))
+    micro_batch = dataclasses.replace(backward.micro_batch, calls=(moved,))
+    assert Replayer(capture).run(micro_batch).disturbed == ()
+    capture.module.also = random.random
+    assert Replayer(capture).run(micro_batch).disturbed == ("random",)
 
 
 def test_other_weights_are_named_and_nothing_runs():
