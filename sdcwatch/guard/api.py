@@ -250,9 +250,9 @@ class Guard(JoinableGuard):
             nonfinite_passed=failed is not Check.NONFINITE,
             replay_failed=failed is Check.REPLAY,
             fingerprint_passed=self._replicas.passed_at == step,
-            last_clean_audit_step=self._steps.last_clean_audit,
+            last_clean_audit_step=self._steps.audits.last_clean,
             audit_age_limit=0 if on_schedule else config.audit_age_limit,
-            preflighted=self._steps.armed,
+            preflighted=self._steps.audits.armed,
             audits_on=self._preflight.coverage is not Coverage.OFF,
         )
 

@@ -23,23 +23,20 @@ import torch
 
 from sdcwatch.checks import torch_internals as internals
 from sdcwatch.config import GuardConfig
-from sdcwatch.core.checkpoint import audit_due
 from sdcwatch.core.nonfinite import RankFinite, after_join
 from sdcwatch.core.outcomes import finding
 from sdcwatch.core.records import (
     Action,
     Check,
-    Coverage,
-    GuardState,
     Outcome,
     Phase,
     SkipReason,
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.core.text import list_names
+from sdcwatch.guard.auditing import Audits, Decide
 from sdcwatch.guard.checkpoint import CheckpointGate
-from sdcwatch.guard.exchange import Code, Exchange, Operation, agree, missing_ranks
+from sdcwatch.guard.exchange import Code, Exchange, Operation, agree
 from sdcwatch.guard.fingerprint import ReplicaCheck
 from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.nonfinite import (
@@ -51,12 +48,10 @@ from sdcwatch.guard.nonfinite import (
     loss_scale,
     not_replayable,
     observe,
-    own_step,
     weights_nonfinite,
 )
 from sdcwatch.guard.optimizer import parameters_of
 from sdcwatch.guard.preflight import ReplayCheck
-from sdcwatch.guard.replay import AuditResult, OwnStep
 from sdcwatch.guard.reporter import Reporter
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Decision, Recorder, StepWindow
@@ -80,8 +75,7 @@ class StepController:
     Attributes:
         step: Current step; before the first, the one resumed from.
         last_verdict: Latest verdict that was not a pass.
-        last_clean_audit: Step of the latest clean audit.
-        armed: Preflight has ended.
+        audits: Check 2, from step to step.
         skips: Updates that did not happen.
         error: What the guard raised in a backward or an update, for the last record.
         recorded_loss: What `Guard.record_loss` was given, until it is read.
@@ -105,26 +99,26 @@ class StepController:
         self._config, self._guarded = config, guarded
         self._exchange, self._reporter = exchange, reporter
         self._recorder, self._nonfinite_check = recorder, nonfinite
-        self._replay_check, self._replicas = replay, replicas
-        self._gate, self._watchdog = gate, watchdog
+        self._replicas, self._watchdog = replicas, watchdog
         self.step = config.start_step
         self.last_verdict: Verdict | None = None
-        self.last_clean_audit: int | None = None
-        self.armed = False
+        self.audits = Audits(
+            config,
+            exchange,
+            reporter,
+            check=replay,
+            replicas=replicas,
+            gate=gate,
+            decide=Decide(self._say, self._failed),
+        )
         self._window: StepWindow | None = None
         self._queued = False
-        self._postponed = False
         self.skips = SkipTracker(guarded, reporter, config.max_consecutive_skips)
         self.error: BaseException | None = None
-        self._missing_since = -1
         self._synchronises = True
         self.recorded_loss: torch.Tensor | None = None
         self.recover: Callable[[], None] = lambda: None
-        if replay.off:
-            replay.preflight.decide(Coverage.OFF, replay.off)
-            self._arm()
-        else:
-            reporter.enter(GuardState.PREFLIGHT, "the first steps are checked against themselves")
+        self.audits.begin()
 
     # --- a call of the module ---
 
@@ -139,9 +133,9 @@ class StepController:
         self.recover()
         window = self._open()
         self._synchronises = self._guarded.synchronises
-        if not self._synchronises or not self._wants_audit(window.step):
+        if not self._synchronises or not self.audits.due(window.step):
             return False
-        if self._replay_check.preflight.deterministic:
+        if self.audits.deterministic:
             self._recorder.switches.apply()
         return True
 
@@ -155,16 +149,6 @@ class StepController:
             self._reporter.step = self.step
             self._window = StepWindow(self.step)
         return self._window
-
-    def _wants_audit(self, step: int) -> bool:
-        preflight, config = self._replay_check.preflight, self._config
-        if preflight.coverage is None:
-            return True
-        if preflight.coverage is Coverage.OFF:
-            return False
-        return self._postponed or audit_due(
-            step, audit_every=config.audit_every, checkpoint_every=config.checkpoint_every
-        )
 
     # --- the backward ---
 
@@ -221,7 +205,7 @@ class StepController:
             own, loss = observe(self._guarded, probes, window, rank, recorded)
             reporter.loss = reporter.loss if loss is None else loss
         seen = own.local or own.reduced or own.loss or own.buckets_reduced < own.buckets_expected
-        missing = self._why_not_audited(window) if self._wants_audit(window.step) else ""
+        missing = self.audits.obstacle(window) if self.audits.due(window.step) else ""
         code = Code.SEEN if seen else Code.NO_RECORD if missing else Code.CLEAN
         with reporter.timed(Check.NONFINITE, Phase.AGREE):
             agreed = agree(self._exchange, Operation.STEP, window.step, code)
@@ -231,15 +215,15 @@ class StepController:
         if window.decision.verdict is None:
             reporter.passed(Check.NONFINITE)
             # What an investigation has used up cannot be audited; the next step makes up for it.
-            if agreed != Code.SEEN and self._wants_audit(window.step):
-                window.decision = self._replay(window, recorded=agreed == Code.CLEAN)
+            if agreed != Code.SEEN and self.audits.due(window.step):
+                window.decision = self.audits.run(window, recorded=agreed == Code.CLEAN)
         window.backward = None  # lets go of what was copied
         self._carry_out(window.decision)
 
     def _nonfinite(self, window: StepWindow, own: RankFinite) -> Decision:
         if self._exchange.anyone_joined():
             return self._failed(self._reporter.verdicts.nonfinite(window.step, after_join()))
-        self._postponed = self._postponed or self._wants_audit(window.step)
+        self.audits.postponed = self.audits.due(window.step)
         self._reporter.flush()
         with self._reporter.timed(Check.NONFINITE, Phase.REPLAY):
             captured = window.micro_batches()
@@ -253,120 +237,16 @@ class StepController:
                 weights=weights_nonfinite(self._guarded),
                 reduced_nan=reduced_nan,
             )
-            audits = self._replay_check
-            trusted = bool(audits.off) or audits.preflight.coverage in (None, Coverage.FULL)
-            looked = audits.preflight.coverage is not None and not audits.off
-            local = audits.preflight.local if looked else None
             judgement = self._nonfinite_check.investigation.run(
-                window.step, own, captured, trusted=trusted, local=local
+                window.step,
+                own,
+                captured,
+                trusted=self.audits.trusted,
+                local=self.audits.local,
             )
         if judgement.outcome is Outcome.PASS:  # the screen's sum overflowed; every value is finite
             return Decision()
         return self._failed(self._reporter.verdicts.nonfinite(window.step, judgement))
-
-    def _why_not_audited(self, window: StepWindow) -> str:
-        """Why the step of this rank cannot be audited, or ""; preflight judges obstacles itself."""
-        if window.backward is None or not window.backward.calls:
-            return "no gradient arrived at an output of the module that DDP wraps"
-        if not window.backward.audited:
-            return "the module was called before the step was known to be audited"
-        own = own_step(window)
-        if own is None:  # pragma: no cover - an audited backward has digests
-            return "nothing was captured"
-        if self._replay_check.preflight.coverage is None:
-            return ""  # preflight says what to write instead
-        if own.doors:
-            return f"a gradient entered by another way than the outputs: {list_names(own.doors)}"
-        return own.problem
-
-    def _replay(self, window: StepWindow, *, recorded: bool) -> Decision:
-        step = window.step
-        if self._exchange.anyone_joined():
-            self._postponed = True
-            reason = "a rank has run out of inputs; audits need every rank and wait for it"
-            self._reporter.note_once("joined", reason)
-            return Decision()
-        if not recorded:
-            self._postponed = True
-            why = self._why_not_audited(window)
-            reasons = missing_ranks(self._exchange, f"the audit of step {step}", why)
-            again, self._missing_since = self._missing_since == step - 1, step
-            if again:  # said at the first of them; the rest is counted
-                self._reporter.window.counts[(Check.REPLAY, Outcome.NOT_RUN)] += 1
-                return Decision()
-            return self._say(self._reporter.verdicts.without_record(step, reasons))
-        own = own_step(window)
-        assert own is not None  # every rank has said so in the header
-        self._reporter.flush()
-        operation = f"the weights before the audit of step {step}"
-        with self._reporter.timed(Check.REPLAY, Phase.DIGEST):
-            equal = self._replicas.weights.equal(operation)
-        if not equal:
-            reason = "the replicas already differ, so no comparison means anything"
-            decision = self._say(
-                self._reporter.verdicts.not_run(step, reason, outcome=Outcome.VOID)
-            )
-            self._replicas.differ(step)
-            return decision
-        if self._replay_check.preflight.coverage is None:
-            with self._reporter.timed(Check.REPLAY, Phase.REPLAY):
-                go_on = self._replay_check.preflight.run(step, own)
-            if not go_on:
-                if self._replay_check.preflight.coverage is not None:
-                    self._arm()
-                return Decision(audited=True)
-        return self._audit(step, own)
-
-    def _audit(self, step: int, own: OwnStep) -> Decision:
-        preflight = self._replay_check.preflight
-        self._postponed = False
-        if preflight.coverage is Coverage.OUTPUTS_ONLY:
-            own = replace(own, gradients=None)
-        result = self._replay_check.audit.run(step, own)
-        self._reporter.audited(result.total, result.comparisons, result.seconds)
-        outcome = result.judgement.outcome
-        if not self.armed:
-            if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC):
-                preflight.decide(*ring_coverage(result))
-                self._arm()
-                return Decision(audited=True)
-            self._arm()
-        if outcome is Outcome.PASS:
-            self._clean_audit(step)
-            return Decision(audited=True)
-        if outcome is not Outcome.NOT_RUN:
-            # What was saved since the last clean audit may hold what this one has found.
-            self.last_clean_audit = None
-            self._gate.forget()
-        verdict = self._reporter.verdicts.replay(step, result)
-        if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC):
-            self._ask_again(verdict)
-        self._postponed = outcome is Outcome.NOT_RUN
-        decision = self._failed(verdict) if verdict.failed else self._say(verdict)
-        return replace(decision, audited=True)
-
-    def _clean_audit(self, step: int) -> None:
-        reporter = self._reporter
-        reporter.passed(Check.REPLAY)
-        self.last_clean_audit = step
-        reporter.last_clean_audit = (step, time.time())
-        reporter.audited_ranks = self._exchange.world_size
-        reporter.steps_at_risk = 0
-        self._gate.confirm(step)
-
-    def _arm(self) -> None:
-        """Preflight has an answer."""
-        self.armed = True
-        self._reporter.arm(
-            self._replay_check.preflight, self.step, observing=self._config.mode == "observe"
-        )
-
-    def _ask_again(self, verdict: Verdict) -> None:
-        """The computation does not repeat after all: nobody is blamed until the next preflight."""
-        self.armed = False
-        self._replay_check.audit.forget_strikes()
-        self._replay_check.preflight.restart()
-        self._reporter.enter(GuardState.PREFLIGHT, verdict.reason)
 
     def _failed(self, verdict: Verdict) -> Decision:
         """Check 1 or 2 failed: skip, stop, or only say so."""
@@ -477,14 +357,6 @@ class StepController:
     def _leave_danger(self) -> None:
         if self._watchdog is not None:
             self._watchdog.leave_danger()
-
-
-def ring_coverage(result: AuditResult) -> tuple[Coverage, str]:
-    """What is left to compare if ranks do not even agree in the first audit."""
-    losses = all(c.outputs_equal for c in result.comparisons)
-    said = "; ".join((result.judgement.reason, *result.notes))
-    coverage = Coverage.OUTPUTS_ONLY if losses else Coverage.OFF
-    return coverage, f"ranks do not compute the same bits: {said}"
 
 
 class SkipTracker:
