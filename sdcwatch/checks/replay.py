@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,22 @@ class GradientSum:
         return any(confirm_nonfinite(held) for held in self._sums.values())
 
 
+class Observer(Protocol):
+    """Looks on while a replay runs."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Entered around the user's code: each forward, and the backward."""
+        ...
+
+    def given(self, origin: str, tensor: Tensor) -> None:
+        """A tensor that came with the micro-batch, before the user's code gets it."""
+        ...
+
+    def result(self, name: str, tensor: Tensor) -> None:
+        """An output or a gradient, just before its digest is taken."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     """What a replay does besides.
@@ -116,12 +132,14 @@ class ReplayOptions:
             for it as the error. Slower.
         scale_free: Start from ones instead of from the gradients that arrived.
         onto: Adds the gradients up.
+        observer: Looks on.
     """
 
     watch: bool = False
     forbid_collectives: bool = False
     scale_free: bool = False
     onto: GradientSum | None = None
+    observer: Observer | None = None
 
 
 class Replayer:
@@ -255,6 +273,8 @@ class _Run:
 
     def _result(self, collectives: tuple[str, ...]) -> ReplayResult:
         device = self._capture.device
+        for number, output in enumerate(self._outputs):
+            self._tell_result(f"output {number}", output)
         table_N2 = self._log.table(device)
         rows = [digest_gradient(t) for t in self._outputs]
         empty = torch.zeros((0, 2), dtype=torch.int64, device=device)
@@ -293,10 +313,14 @@ class _Run:
         args, kwargs, module_state = call.inputs.thaw(capture.scope)
         self._inputs += [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.is_leaf]
         state.load(module_state)
+        self._give("argument", (args, kwargs))
+        self._give("state", dict(module_state.attributes))
+        for name, buffer in module_state.buffers.items():
+            self._give(f"buffer {spoken(name)}", buffer)
         before = self._watched(module_state)
         torch.set_default_dtype(call.default_dtype)
         call.generators.restore(capture.device)
-        with capture.collecting() as collected:
+        with capture.collecting() as collected, self._observed():
             self._caller.call(call.method, args, kwargs)
         self._compare_generators(call)
         self._compare_state(module_state, before)
@@ -316,6 +340,7 @@ class _Run:
             seed: Tensor = call.gradients[number].thaw(scope)
             if self._options.scale_free:
                 seed = torch.ones_like(seed)
+            self._give(f"gradient of output {len(self._outputs) - 1}", seed)
             if number not in call.inner:
                 self._roots.append((output, seed))
                 continue
@@ -329,8 +354,9 @@ class _Run:
 
         def hook(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
             here = gradients[index]
-            if here is None or not torch.equal(digest_gradient(here.detach()), expected):
-                self._inner_equal = False
+            with internals.dispatch_modes_off():
+                if here is None or not torch.equal(digest_gradient(here.detach()), expected):
+                    self._inner_equal = False
             return (*gradients[:index], seed, *gradients[index + 1 :])
 
         return hook
@@ -348,13 +374,36 @@ class _Run:
                 micro_batch.generators.restore(self._capture.device)
             if fresh:
                 stack.enter_context(_foreign_gradients_kept(outputs, leaves))
+            stack.enter_context(self._observed())
+            if fresh:
                 torch.autograd.backward(outputs, seeds)
                 return
             wanted = [leaf for leaf in (*leaves, *self._inputs) if leaf.requires_grad]
             if wanted:
                 torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
 
+    def _observed(self) -> AbstractContextManager[None]:
+        observer = self._options.observer
+        return nullcontext() if observer is None else observer.running()
+
+    def _give(self, origin: str, value: Any) -> None:
+        observer = self._options.observer
+        if observer is None:
+            return
+        tensors = tensors_in(value)
+        for number, tensor in enumerate(tensors):
+            observer.given(origin if len(tensors) == 1 else f"{origin} {number}", tensor)
+
+    def _tell_result(self, name: str, tensor: Tensor) -> None:
+        if self._options.observer is not None:
+            self._options.observer.result(name, tensor)
+
     def _arrived(self, number: int, gradient: Tensor) -> Tensor | None:
+        with internals.dispatch_modes_off():
+            return self._take_gradient(number, gradient)
+
+    def _take_gradient(self, number: int, gradient: Tensor) -> Tensor | None:
+        self._tell_result(f"gradient of {self._capture.named[number][0]}", gradient)
         self._log.add(number, gradient)
         self._look(gradient)
         if self._options.onto is not None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -321,3 +322,44 @@ def live_grad_scalers() -> list[Any]:
         thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)
     ]
     return [scaler for scaler in found if scaler.is_enabled() and scaler._scale is not None]
+
+
+# --- operations ---
+
+
+def running_node() -> Node | None:
+    """The node whose backward runs in this thread; None outside of one.
+
+    What anomaly mode and the profiler's annotations ask too.
+    """
+    node: Node | None = torch._C._current_autograd_node()
+    return node
+
+
+def next_sequence_number() -> int:
+    """The number that the next node of this thread gets; nodes are numbered as they are made."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def sequence_number(node: Node) -> int:
+    """The number of a node; accumulations have the highest there is."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others, as long as a `weak_storage` of it is held."""
+    key: int = storage._cdata
+    return key
+
+
+def weak_storage(storage: torch.UntypedStorage) -> Any:
+    """Keeps the key of a storage from being used again, not its memory; `expired()` when gone."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def torch_function_off() -> AbstractContextManager[Any]:
+    """Hide what is done inside from subclasses and modes that override functions of torch."""
+    off: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return off
