@@ -260,6 +260,8 @@ class _Run:
                 return ReplayResult(not_run=f"{state.lost[0]} has moved on this rank alone")
             if capture.compiled:
                 stack.enter_context(internals.no_recompilation())
+            if self._options.watch or self._options.forbid_collectives:
+                stack.enter_context(internals.GeneratorsKept())
             if self._options.forbid_collectives:
                 stack.enter_context(internals.NoCollectives(_OWN))
             stack.callback(self._unhook)

@@ -312,6 +312,32 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "an unknown line"
 
 
+class GeneratorsKept(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Puts back, on leaving, the generators that operations were handed.
+
+    A generator that a script made for itself is found in no module; a replay would advance it, and
+    the run would go on with other numbers. Slower, as any mode: for preflight.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._first: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Remember the state of a generator before the first operation that draws from it."""
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator) and all(value != g for g, _ in self._first):
+                self._first.append((value, value.get_state()))
+        return func(*args, **kwargs)
+
+    def __exit__(self, *raised: Any) -> None:
+        """Leave the mode and put them back."""
+        super().__exit__(*raised)
+        for generator, state in self._first:
+            generator.set_state(state)
+
+
 def live_grad_scalers() -> list[Any]:
     """Every enabled `torch.amp.GradScaler` of this process that has scaled a loss.
 

@@ -110,8 +110,8 @@ class NonfiniteInvestigation:
         self._forbid = local is None
         facts = [RankFinite(**{k: v for k, v in row.items() if k != "count"}) for row in rows]
         if not any(f.reduced or f.loss for f in facts):
-            # A local value that is not finite makes a reduced one so: here its sum overflowed.
-            facts = [replace(f, local=False) for f in facts]
+            # What is not finite makes a reduced value so: here the sum of a probe overflowed.
+            facts = [replace(f, local=False, arrived=False) for f in facts]
         if self._limited(step):
             judgement = self._judge(facts, {}, trusted=trusted)
             self._memory.history = remember(

@@ -166,6 +166,15 @@ def test_a_collective_in_a_call_is_counted_or_stopped():
     assert "test_replay.py:" in stopped.error
 
 
+def test_a_generator_of_the_scripts_own_stands_where_it_stood_after_a_watched_replay():
+    own = torch.Generator().manual_seed(1)
+    capture, [(backward, _)] = captured()
+    capture.module.also = lambda: torch.randn(3, generator=own)
+    before = own.get_state()
+    Replayer(capture).run(backward.micro_batch, ReplayOptions(watch=True))
+    assert torch.equal(own.get_state(), before)
+
+
 def test_a_replay_that_draws_other_numbers_was_disturbed():
     capture, [(backward, _)] = captured()
     capture.module.also = lambda: torch.rand(1)

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from sdcwatch.testing import GlooPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[GlooPool]:
+    pool = GlooPool(3)
+    yield pool
+    pool.close()
