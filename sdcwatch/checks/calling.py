@@ -25,6 +25,11 @@ class Caller(Protocol):
         """What runs in a replay, for the preflight record."""
         ...
 
+    @property
+    def compiled_around(self) -> bool:
+        """Whether the module was compiled with DDP around it."""
+        ...
+
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Call the module; what it returns is collected by the capture's own hook."""
         ...
@@ -45,6 +50,8 @@ def redirected_method(module: nn.Module) -> str:
 
 class BareCall:
     """Calls the bare module, as DDP does."""
+
+    compiled_around = False
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -67,6 +74,9 @@ class BareCall:
 class CompiledAroundDdp:
     """Calls what was compiled with DDP in it; DDP neither broadcasts nor reduces meanwhile.
 
+    The compiler breaks off where DDP enters its module, so that the code of the module is the same
+    as in training, whatever DDP does around it.
+
     Args:
         compiled: The compiled object.
         ddp: The DDP module in it.
@@ -74,20 +84,50 @@ class CompiledAroundDdp:
     """
 
     covers = "the module as compiled with DDP around it"
+    compiled_around = True
 
     def __init__(self, compiled: Callable[..., Any], ddp: Any, module: nn.Module) -> None:
         self._compiled, self._ddp, self._module = compiled, ddp, module
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Call the compiled object."""
-        ddp = self._ddp
-        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
-        try:
-            with _redirected(self._module, method):
-                self._compiled(*args, **kwargs)
-        finally:
-            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+        """Call the compiled object.
+
+        Raises:
+            CompiledAgain: The module was compiled once more for it.
+        """
+        known = internals.graphs_compiled()
+        with _silent(self._ddp), _redirected(self._module, method):
+            self._compiled(*args, **kwargs)
+        if internals.graphs_compiled() != known:
+            raise internals.CompiledAgain
+
+
+class _NoRebuild:
+    """Stands for DDP's reducer: the first call after a backward has it broadcast new buckets."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+        self._rebuild_buckets = internals.hidden_from_compiler(lambda: False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+@contextmanager
+def _silent(ddp: Any) -> Iterator[None]:
+    """DDP runs no collective: no buffers, no buckets, nothing about ranks that have joined."""
+    stand_ins = {
+        "require_backward_grad_sync": False,
+        "require_forward_param_sync": False,
+        "reducer": _NoRebuild(ddp.reducer),
+        "_join_config": ddp._join_config._replace(enable=False),
+    }
+    before = {name: getattr(ddp, name) for name in stand_ins}
+    ddp.__dict__.update(stand_ins)
+    try:
+        yield
+    finally:
+        ddp.__dict__.update(before)
 
 
 def choose_caller(given: Callable[..., Any], ddp: Any, module: nn.Module) -> Caller:

@@ -153,6 +153,8 @@ class Replayer:
     def __init__(self, capture: CallCapture, caller: Caller | None = None) -> None:
         self.capture = capture
         self.caller: Caller = caller or BareCall(capture.module)
+        if self.caller.compiled_around:
+            capture.compiled = True  # nothing in the bare module shows it
 
     def run(self, micro_batch: MicroBatch, options: ReplayOptions | None = None) -> ReplayResult:
         """Make the calls and the backward of a micro-batch once more.
@@ -258,7 +260,7 @@ class _Run:
             state = stack.enter_context(capture.state.rebound())
             if state.lost:
                 return ReplayResult(not_run=f"{state.lost[0]} has moved on this rank alone")
-            if capture.compiled:
+            if capture.compiled and not self._caller.compiled_around:
                 stack.enter_context(internals.no_recompilation())
             if self._options.watch or self._options.forbid_collectives:
                 stack.enter_context(internals.GeneratorsKept())

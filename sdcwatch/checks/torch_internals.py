@@ -235,8 +235,24 @@ def no_recompilation() -> Iterator[None]:
         yield
 
 
+class CompiledAgain(RuntimeError):
+    """Code was compiled where what had been compiled was to run."""
+
+
+def graphs_compiled() -> int:
+    """How many graphs with operations on tensors torch.compile has made in this process.
+
+    Inside a compiled region `no_recompilation` comes too late. Frames without such operations, as
+    DDP's own are, count nothing.
+    """
+    utilities = sys.modules.get("torch._dynamo.utils")
+    return 0 if utilities is None else int(utilities.counters["stats"]["unique_graphs"])
+
+
 def is_recompilation(error: BaseException) -> bool:
-    """Whether an error was raised because of `no_recompilation`."""
+    """Whether an error was raised because of `no_recompilation`, or is `CompiledAgain`."""
+    if isinstance(error, CompiledAgain):
+        return True
     return "fail_on_recompile" in str(error) or "Recompile" in type(error).__name__
 
 
