@@ -349,7 +349,7 @@ class GeneratorsKept(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
         """Leave the mode and put them back."""
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         for generator, state in self._first:
             generator.set_state(state)
 
