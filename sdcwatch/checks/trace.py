@@ -504,6 +504,20 @@ def repeated_trace(
     return first
 
 
+def disputed_trace(
+    replayer: Replayer, micro_batch: MicroBatch, options: ReplayOptions | None = None
+) -> Trace:
+    """Trace a micro-batch on which ranks disagree: twice, after a plain replay.
+
+    Args:
+        replayer: Of this rank.
+        micro_batch: Of any rank with the same weights.
+        options: As for the plain replay.
+    """
+    expected = replayer.run(micro_batch, options)
+    return repeated_trace(replayer, micro_batch, options, expected=expected)
+
+
 def find_unrepeatable(
     replayer: Replayer,
     micro_batch: MicroBatch,

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sdcwatch.core.arbitration import DOMAINS_EXPLAINED, REPEATS
 from sdcwatch.core.history import Device, History, device_of
@@ -138,6 +138,9 @@ class NonfiniteJudgement:
         ranks: Ranks that saw it, at most `LISTED`.
         reason: One sentence for a person.
         strikes: Ranks that have a strike for it.
+        operators: Of named ranks, the operation in which the device computed wrongly, where a trace
+            of operations tells (`core.disputes`).
+        operator: The operation in which results began to differ; "" if unknown.
     """
 
     outcome: Outcome
@@ -147,6 +150,8 @@ class NonfiniteJudgement:
     ranks: tuple[int, ...]
     reason: str
     strikes: tuple[int, ...] = ()
+    operators: Mapping[int, str] = field(default_factory=dict)
+    operator: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from sdcwatch.core.enums import Cause, CheckpointResult, Outcome, RunWord
+from sdcwatch.core.enums import Cause, Check, CheckpointResult, Outcome, RunWord
 from sdcwatch.errors import EXIT_CORRUPTION, EXIT_SOFTWARE, CorruptionDetected, SoftwareDivergence
 
 if TYPE_CHECKING:
@@ -132,7 +132,11 @@ def is_grave(verdict: Verdict) -> bool:
 
 def alarm_word(verdict: Verdict) -> RunWord | None:
     """The word that this verdict gives the run; None if it gives none."""
-    return None if verdict.cause is Cause.SCALING else MEANINGS[verdict.outcome].alarm
+    if verdict.cause is Cause.SCALING:
+        return None
+    if verdict.cause is Cause.SOFTWARE and verdict.check is not Check.FINGERPRINT:
+        return RunWord.WARNING  # the operation is known: nothing is left unattributed
+    return MEANINGS[verdict.outcome].alarm
 
 
 def exit_code(verdict: Verdict) -> int:

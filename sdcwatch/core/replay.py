@@ -45,7 +45,7 @@ from sdcwatch.core.arbitration import is_widespread as is_widespread
 from sdcwatch.core.arbitration import plan_arbitration as plan_arbitration
 from sdcwatch.core.arbitration import plan_repeats as plan_repeats
 from sdcwatch.core.arbitration import settle as settle
-from sdcwatch.core.enums import Check, Outcome
+from sdcwatch.core.enums import Cause, Check, Outcome
 from sdcwatch.core.history import History, Strike, device_of
 from sdcwatch.core.text import count, list_ranks
 from sdcwatch.core.topology import DOMAINS_TO_NAME, Pairing, Topology
@@ -68,6 +68,8 @@ class Named:
         arbiters: Ranks that recomputed and settled it.
         reproduced: It was wrong in every repeat; None if it could not be asked.
         producers: Whose micro-batches it got wrong.
+        operator: The operation in which its device computed wrongly, with its module; "" if a
+            trace of operations could not tell.
     """
 
     rank: int
@@ -77,6 +79,7 @@ class Named:
     arbiters: tuple[int, ...]
     reproduced: bool | None
     producers: tuple[int, ...]
+    operator: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,8 @@ class AuditJudgement:
         settlement: What arbitration came to.
         differing: Ranks that are wrong again and again and have never matched in this segment.
         domains: Fault domains of which every rank is named, where they have several.
+        cause: `DEVICE` or `SOFTWARE` where traces of operations say so (`core.disputes`).
+        operator: The operation in which results began to differ, or that does not repeat.
     """
 
     outcome: Outcome
@@ -133,6 +138,8 @@ class AuditJudgement:
     settlement: Settlement = field(default_factory=Settlement)
     differing: tuple[int, ...] = ()
     domains: tuple[str, ...] = ()
+    cause: Cause = Cause.NONE
+    operator: str = ""
 
 
 class _Answers:

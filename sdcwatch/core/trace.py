@@ -18,6 +18,10 @@ somewhere, and that place tells:
 operations (at most `OUTLINE_BYTES`); `first_difference` of all outlines gives the same few
 positions on every rank; `Trace.section` of those (at most `SECTION_BYTES`) is enough for `judge`.
 
+**What does not repeat on one rank only.** A broken device may give other wrong bits each time.
+Where all ranks that are right repeat themselves, and the first operation in which the disputed one
+differs from them has the same inputs, it is the device.
+
 **Why two ranks that are right.** Some operations return memory that nothing wrote, and so differ
 on healthy devices. Where the ranks that are right differ from each other first, nobody is named.
 """
@@ -76,6 +80,15 @@ def first_difference(outlines: Sequence[Outline]) -> range | None:
     return range(start, start + stride)
 
 
+def window_of(outlines: Sequence[Outline]) -> range | None:
+    """Positions whose operations `judge` needs; None for none.
+
+    Args:
+        outlines: Of the disputed rank, then of those that are right.
+    """
+    return first_difference([outlines[0], *(o for o in outlines[1:] if o.faithful)])
+
+
 def judge(disputed: Side, right: Sequence[Side]) -> TraceFinding:
     """Say what the traces of one micro-batch by several ranks come to.
 
@@ -89,9 +102,18 @@ def judge(disputed: Side, right: Sequence[Side]) -> TraceFinding:
     usable = [side for side in right if not side.outline.blind and side.outline.faithful]
     if reason := _why_blind(disputed, right, usable):
         return TraceFinding(outcome=TraceOutcome.BLIND, detail=reason)
-    sides = (disputed, *usable)
-    if (unrepeated := _unrepeated(sides)) is not None:
+    unrepeated = _unrepeated((disputed, *usable))
+    if any(side.outline.unrepeated is not None for side in usable):
+        assert unrepeated is not None
         return unrepeated
+    found = _against(disputed, usable)
+    if unrepeated is None or (found.names_device and found.rank == disputed.rank):
+        return found
+    return unrepeated
+
+
+def _against(disputed: Side, usable: Sequence[Side]) -> TraceFinding:
+    sides = (disputed, *usable)
     if first_difference([side.outline for side in sides]) is None:
         return TraceFinding(outcome=TraceOutcome.EQUAL, detail="every operation is the same")
     if any(side.section is None or not side.section.complete for side in sides):

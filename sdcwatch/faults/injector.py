@@ -352,9 +352,15 @@ class Injector:
 
 
 def _wrong_result(module: nn.Module, given: object, result: Tensor, damaged: Tensor) -> Tensor:
-    """The result of a module with other bits in its memory; a copy where that is not its own."""
-    others = (*tree_leaves(given), *module.parameters(), *module.buffers())
-    if any(isinstance(t, Tensor) and internals.share_memory(result, t) for t in others):
+    """The result of a module with other bits in its memory.
+
+    What the call itself has computed may share that memory, such as the input of a view or of a
+    module that works in place: it is wrong as well. Weights, and what came into the call from
+    outside, are spared by a copy.
+    """
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.grad_fn is None]
+    others = (*tensors, *module.parameters(), *module.buffers())
+    if any(internals.share_memory(result, t) for t in others):
         return stand_in(result, damaged)
     return result if _overwritten(result, damaged) else stand_in(result, damaged)
 

@@ -22,6 +22,7 @@ from sdcwatch.checks.replay import GradientSum, ReplayOptions, ReplayResult
 from sdcwatch.checks.serialise import Scope
 from sdcwatch.checks.torch_internals import live_grad_scalers
 from sdcwatch.core.arbitration import REPEATS
+from sdcwatch.core.disputes import conclude_nonfinite, plan_nonfinite_traces
 from sdcwatch.core.nonfinite import (
     NonfiniteJudgement,
     RankFinite,
@@ -48,6 +49,7 @@ from sdcwatch.guard.replay import (
     unpack_or_error,
     value_of,
 )
+from sdcwatch.guard.tracing import Tracing
 from sdcwatch.guard.window import StepWindow
 
 SECONDS_PER_REPLAY = 60.0
@@ -65,6 +67,7 @@ class NonfiniteInvestigation:
         replay: Recomputes a micro-batch.
         device: Where received micro-batches go.
         memory: What the segment remembers; shared with the audits.
+        tracing: Traces operations before anybody is named; None to go by the results alone.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class NonfiniteInvestigation:
         replay: Replay,
         device: torch.device,
         memory: SegmentMemory | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._exchange, self._topology = exchange, topology
         self._replay, self._device = replay, device
         self._memory = memory or SegmentMemory(topology)
@@ -135,10 +140,45 @@ class NonfiniteInvestigation:
                 restless = self._restless(micro_batches, operation)
                 repeated = replace(repeated, restless=restless)
                 judgement = self._judge(facts, replays, repeated, trusted=trusted)
+            judgement = self._traced(judgement, facts, replays, operation)
         finally:
             self._held = {}
         self._memory.history = remember(self._memory.history, judgement, self._topology, step=step)
         return judgement
+
+    def _traced(
+        self,
+        judgement: NonfiniteJudgement,
+        facts: Sequence[RankFinite],
+        replays: dict[int, ReplayFinite],
+        operation: str,
+    ) -> NonfiniteJudgement:
+        """Before anybody is named: in which operation the value arose."""
+        disputes = plan_nonfinite_traces(judgement, replays)
+        if self._tracing is None or not disputes:
+            return judgement
+        me = self._exchange.rank
+        # Of several micro-batches the first that is not finite again, which its rank knows.
+        own = [
+            self._first_nonfinite(facts[me]) if dispute.rank == me else -1 for dispute in disputes
+        ]
+        chosen = self._exchange.max_int64s(
+            own, operation, extra_seconds=SECONDS_PER_REPLAY * len(self._held[me] or (0,))
+        )
+        held = {
+            d.producer: self._held[d.producer][index]
+            for d, index in zip(disputes, chosen, strict=True)
+            if 0 <= index < len(self._held.get(d.producer, ()))
+        }
+        options = ReplayOptions(forbid_collectives=self._forbid)
+        return conclude_nonfinite(
+            judgement, self._tracing.findings(disputes, held, operation, options)
+        )
+
+    def _first_nonfinite(self, seen: RankFinite) -> int:
+        """The number of this rank's first micro-batch that is not finite again; -1 without one."""
+        held = enumerate(self._held[self._exchange.rank])
+        return next((i for i, m in held if _nonfinite(self._replayed(m), seen)), -1)
 
     def _judge(
         self,

@@ -23,6 +23,7 @@ from sdcwatch.checks.payload import MicroBatch, PayloadDamaged, pack, unpack
 from sdcwatch.checks.replay import ReplayOptions, ReplayResult
 from sdcwatch.checks.serialise import NotTransportable
 from sdcwatch.core.arbitration import REPEATS
+from sdcwatch.core.disputes import conclude_audit, plan_audit_traces
 from sdcwatch.core.history import History
 from sdcwatch.core.preflight import environment_differences
 from sdcwatch.core.records import SHOWN, Comparison, Phase
@@ -45,6 +46,7 @@ from sdcwatch.core.replay import (
 from sdcwatch.core.text import list_names
 from sdcwatch.core.topology import Pairing, Topology, draw_pairing
 from sdcwatch.guard.exchange import Exchange, gather_json
+from sdcwatch.guard.tracing import MakeTrace, Tracing
 
 Replay = Callable[[MicroBatch, ReplayOptions], ReplayResult]
 COMPARISONS_SHOWN = 64
@@ -125,12 +127,15 @@ class AuditPolicy:
         quorum: Different ranks that must agree before another is named.
         seed: Seed of the pairing.
         facts: What decides which kernels run on this rank.
+        trace: Traces the operations of a micro-batch before anybody is named; None to go by the
+            results alone.
     """
 
     device: torch.device
     quorum: int = 2
     seed: int = 0
     facts: Callable[[], dict[str, str]] = dict
+    trace: MakeTrace | None = None
 
 
 class SegmentMemory:
@@ -171,6 +176,7 @@ class RingAudit:
         self._exchange, self._topology, self._replay = exchange, topology, replay
         self._names, self._device = tuple(names), policy.device
         self._quorum, self._seed, self._facts = policy.quorum, policy.seed, policy.facts
+        self._tracing = None if policy.trace is None else Tracing(exchange, policy.trace)
         self._held: dict[int, MicroBatch] = {}
         self._seconds: dict[Phase, float] = {}
         self._slowest = 0.0
@@ -306,6 +312,7 @@ class RingAudit:
             restless = self._restless(own, operation, gradients=gradients)
             facts = replace(facts, restless=restless)
             judgement = self._judge(facts)
+        judgement = self._traced(judgement, facts, operation)
         self._spent(Phase.BLAME, started)
         comparisons = tuple(
             self._record(f, facts.arbitration, judgement) for f in findings if not f.matches
@@ -317,6 +324,15 @@ class RingAudit:
 
     def _judge(self, facts: AuditFacts) -> AuditJudgement:
         return judge_audit(facts, self._topology, quorum=self._quorum, history=self.history)
+
+    def _traced(
+        self, judgement: AuditJudgement, facts: AuditFacts, operation: str
+    ) -> AuditJudgement:
+        """Before anybody is named: in which operation results began to differ."""
+        if self._tracing is None:
+            return judgement
+        disputes = plan_audit_traces(judgement, facts)
+        return conclude_audit(judgement, self._tracing.findings(disputes, self._held, operation))
 
     def _restless(self, own: OwnStep, operation: str, *, gradients: bool) -> tuple[int, ...]:
         """Ranks that do not get their own step's result in every repeat of it."""

@@ -23,6 +23,7 @@ from sdcwatch.core.outcomes import MEANINGS, is_alarm
 from sdcwatch.core.records import (
     SHOWN,
     Action,
+    Cause,
     Check,
     Comparison,
     Count,
@@ -388,7 +389,15 @@ class VerdictBuilder:
     def nonfinite(self, step: int, judgement: NonfiniteJudgement) -> Verdict:
         """Check 1 tripped: always a failure, whoever caused it."""
         suspects = tuple(
-            self._suspect(step, rank, Check.NONFINITE, mismatches=1, comparisons=1, partners=())
+            self._suspect(
+                step,
+                rank,
+                Check.NONFINITE,
+                mismatches=1,
+                comparisons=1,
+                partners=(),
+                operator=judgement.operators.get(rank, ""),
+            )
             for rank in judgement.named
         )
         return Verdict(
@@ -403,12 +412,14 @@ class VerdictBuilder:
             origin=judgement.origin,
             cause=judgement.cause,
             ranks=judgement.ranks,
+            operator=judgement.operator,
         )
 
     def replay(self, step: int, result: AuditResult) -> Verdict:
         """An audit that was not clean."""
         judgement = result.judgement
-        failed = MEANINGS[judgement.outcome].failed
+        # Software that computes something else on a rank is no wrong number of that rank's.
+        failed = MEANINGS[judgement.outcome].failed and judgement.cause is not Cause.SOFTWARE
         return Verdict(
             step=step,
             time=time.time(),
@@ -422,6 +433,8 @@ class VerdictBuilder:
             comparisons=result.comparisons,
             comparisons_total=result.total,
             notes=result.notes,
+            cause=judgement.cause,
+            operator=judgement.operator,
         )
 
     def not_run(self, step: int, reason: str, *, outcome: Outcome = Outcome.NOT_RUN) -> Verdict:
@@ -481,6 +494,7 @@ class VerdictBuilder:
             arbiters=named.arbiters,
             reproduced=named.reproduced,
             tensors=tensors,
+            operator=named.operator,
         )
 
     def _suspect(  # noqa: PLR0913 - one argument per count of evidence, all by name
@@ -495,6 +509,7 @@ class VerdictBuilder:
         arbiters: Iterable[int] = (),
         reproduced: bool | None = None,
         tensors: tuple[str, ...] = (),
+        operator: str = "",
     ) -> Suspect:
         info = self._topology.ranks[rank]
         first = self._first_step.setdefault((rank, check), step)
@@ -513,4 +528,5 @@ class VerdictBuilder:
             first_step=first,
             last_step=step,
             tensors=tensors,
+            operator=operator,
         )

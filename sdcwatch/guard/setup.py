@@ -24,6 +24,7 @@ from sdcwatch.checks.calling import choose_caller
 from sdcwatch.checks.capture import CallCapture
 from sdcwatch.checks.determinism import DeterministicSwitches, environment_facts
 from sdcwatch.checks.replay import Replayer
+from sdcwatch.checks.trace import disputed_trace
 from sdcwatch.config import GuardConfig, LauncherEnvironment, launcher_environment
 from sdcwatch.core.introduction import (
     Introduction,
@@ -52,6 +53,7 @@ from sdcwatch.guard.preflight import Preflight, ReplayCheck
 from sdcwatch.guard.replay import AuditPolicy, RingAudit
 from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
 from sdcwatch.guard.step import StepController
+from sdcwatch.guard.tracing import Tracing
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Recorder
 from sdcwatch.sinks.base import Sink
@@ -237,7 +239,12 @@ def _build(
         nonfinite=NonfiniteCheck(
             probes,
             NonfiniteInvestigation(
-                exchange, meeting.topology, replayer.run, guarded.device, replay.audit.memory
+                exchange,
+                meeting.topology,
+                replayer.run,
+                guarded.device,
+                replay.audit.memory,
+                Tracing(exchange, partial(disputed_trace, replayer)),
             ),
         ),
         replay=replay,
@@ -271,7 +278,8 @@ def _replay_check(
     names = [name for name, _ in guarded.named]
     facts = partial(_facts, guarded)
     rounds = config.preflight_micro_batches
-    policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts)
+    trace = partial(disputed_trace, replayer)
+    policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts, trace)
     return ReplayCheck(
         Preflight(
             exchange,

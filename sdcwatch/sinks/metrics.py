@@ -61,7 +61,10 @@ VERDICT_SETS: tuple[tuple[Check, Outcome, Cause], ...] = (
             (Outcome.PASS, (Cause.NONE,)),
             (Outcome.SUSPECT, (Cause.DEVICE, Cause.REDUCTION, Cause.UNKNOWN)),
             (Outcome.REPRODUCIBLE, (Cause.DATA, Cause.SCALING)),
-            (Outcome.UNATTRIBUTED, (Cause.UNKNOWN, Cause.REDUCTION, Cause.OUTSIDE)),
+            (
+                Outcome.UNATTRIBUTED,
+                (Cause.UNKNOWN, Cause.REDUCTION, Cause.OUTSIDE, Cause.SOFTWARE),
+            ),
             (Outcome.NOT_REPRODUCED, (Cause.DEVICE, Cause.REDUCTION, Cause.UNKNOWN)),
             (Outcome.NONDETERMINISTIC, (Cause.UNKNOWN, Cause.REDUCTION)),
             (Outcome.INCONCLUSIVE, (Cause.UNKNOWN,)),
@@ -81,7 +84,7 @@ VERDICT_SETS: tuple[tuple[Check, Outcome, Cause], ...] = (
             (Outcome.NONDETERMINISTIC, (Cause.NONE,)),
             (Outcome.WIDESPREAD, (Cause.NONE,)),
             (Outcome.TRANSPORT, (Cause.NONE,)),
-            (Outcome.DIFFERS, (Cause.NONE, Cause.UNKNOWN, Cause.SOFTWARE)),
+            (Outcome.DIFFERS, (Cause.NONE, Cause.UNKNOWN, Cause.DEVICE, Cause.SOFTWARE)),
             (Outcome.VOID, (Cause.NONE,)),
             (Outcome.NOT_RUN, (Cause.NONE,)),
         )

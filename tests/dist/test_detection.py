@@ -38,6 +38,17 @@ NOT_IN_WEIGHTS = ("loss",)
 """Sites whose damage does not reach the weights: a derivative does not depend on the value."""
 
 
+OPERATIONS = ("activation", "replay", "gradient")
+"""Sites inside the audited call: what is planted there is told with its operation."""
+
+
+def operation_of(fault: Fault) -> str:
+    """In which operation of `Net` a device has erred that does what a fault does."""
+    layer, _, parameter = fault.target.partition(".")
+    made_by = {"": "aten::addmm", "weight": "aten::mm", "bias": "aten::sum"}
+    return f"{made_by[parameter]} in {layer}"
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -127,6 +138,9 @@ def test_the_table_of_what_is_found_and_what_is_missed(
     assert found[0].step == first
     expected = (wanted.check, wanted.outcome, wanted.ranks)
     assert {(v.check, v.outcome, blamed(v)) for v in found} == {expected}
+    if wanted.outcome is Outcome.SUSPECT and fault.site in OPERATIONS:
+        assert {s.operator for v in found for s in v.suspects} == {operation_of(fault)}
+        assert {v.operator for v in found} == {operation_of(fault)}
     stops = wanted.check is Check.FINGERPRINT
     assert [r["stopped"] is not None for r in results] == [stops] * WORLD
 
