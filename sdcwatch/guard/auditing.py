@@ -23,6 +23,11 @@ from sdcwatch.guard.replay import AuditResult, OwnStep
 from sdcwatch.guard.reporter import Reporter
 from sdcwatch.guard.window import Decision, StepWindow
 
+_PERTURBED = (
+    "weights differ between the ranks during a backward and are equal after the update, as in "
+    "sharpness-aware steps that climb by each rank's own gradient: climb by the reduced gradient"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Decide:
@@ -73,6 +78,7 @@ class Audits:
         self.armed = False
         self.postponed = False
         self._missing_since = -1
+        self._apart_at: int | None = None
 
     def begin(self) -> None:
         """The run begins: there are no audits, or preflight asks first."""
@@ -148,12 +154,7 @@ class Audits:
         with self._reporter.timed(Check.REPLAY, Phase.DIGEST):
             equal = self._replicas.weights.equal(operation)
         if not equal:
-            reason = "the replicas already differ, so no comparison means anything"
-            decision = self._decide.say(
-                self._reporter.verdicts.not_run(step, reason, outcome=Outcome.VOID)
-            )
-            self._replicas.differ(step)
-            return decision
+            return self._apart(step)
         if self._preflight.coverage is None:
             with self._reporter.timed(Check.REPLAY, Phase.REPLAY):
                 go_on = self._preflight.run(step, own)
@@ -162,6 +163,23 @@ class Audits:
                     self._arm()
                 return Decision(audited=True)
         return self._audit(step, own)
+
+    def _apart(self, step: int) -> Decision:
+        """Weights of this backward differ between the ranks. Check 3 judges after the update.
+
+        What a sharpness-aware optimizer does under `no_sync` is put back by then; damage is not.
+        """
+        put_back = self._apart_at is not None and self._replicas.passed_at == self._apart_at
+        self._apart_at, self._replicas.disputed = step, True
+        if not put_back:
+            reason = "the replicas differ in this backward, so no comparison means anything"
+            verdict = self._reporter.verdicts.not_run(step, reason, outcome=Outcome.VOID)
+            return self._decide.say(verdict)
+        if self._preflight.coverage is None:
+            self._preflight.decide(Coverage.OFF, _PERTURBED)
+            self._arm()
+            return Decision(audited=True)
+        return self._decide.say(self._reporter.verdicts.not_run(step, _PERTURBED))
 
     def _not_recorded(self, window: StepWindow) -> Decision:
         self.postponed = True

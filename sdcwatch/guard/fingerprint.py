@@ -149,6 +149,7 @@ class ReplicaCheck:
         weights: As given.
         tainted: The verdict that tainted the run, or None.
         passed_at: Step of the latest check that passed.
+        disputed: An audit saw different weights in the backward: compare after the next update.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class ReplicaCheck:
         self._scale = scale
         self.tainted: Verdict | None = None
         self.passed_at: int | None = None
+        self.disputed = False
 
     def after_update(self, step: int) -> None:
         """Compare if it is due. Every rank calls it after the same update."""
@@ -173,7 +175,8 @@ class ReplicaCheck:
             fingerprint_every=config.fingerprint_every,
             checkpoint_every=config.checkpoint_every,
         )
-        if due and self.tainted is None and not exchange.anyone_joined():
+        if (due or self.disputed) and self.tainted is None and not exchange.anyone_joined():
+            self.disputed = False
             agree(exchange, Operation.WEIGHTS, step)
             self.check(step)
 
