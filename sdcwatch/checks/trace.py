@@ -54,13 +54,12 @@ from sdcwatch.core.trace_values import (
     Operation,
     Place,
     Trace,
-    TraceFinding,
     TraceOutcome,
     Value,
 )
 
 REPEATS = 8
-"""How often `find_unrepeatable` traces at most."""
+"""Traces at most of a micro-batch whose replays do not repeat, to find where."""
 
 _UNSET = frozenset((
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
@@ -516,25 +515,3 @@ def disputed_trace(
     """
     expected = replayer.run(micro_batch, options)
     return repeated_trace(replayer, micro_batch, options, expected=expected)
-
-
-def find_unrepeatable(
-    replayer: Replayer,
-    micro_batch: MicroBatch,
-    options: ReplayOptions | None = None,
-    *,
-    repeats: int = REPEATS,
-) -> TraceFinding:
-    """Which operation does not repeat on this rank: for a model that replays differently.
-
-    Returns:
-        `NONDETERMINISTIC` with the operation, its module and what to set; `EQUAL` if every trace
-        was the same, which is possible where the cost of tracing hides a race; `BLIND`.
-    """
-    trace = repeated_trace(replayer, micro_batch, options, repeats=repeats)
-    if trace.blind:
-        return TraceFinding(outcome=TraceOutcome.BLIND, detail=trace.blind)
-    if trace.unrepeated is not None:
-        return trace.unrepeated
-    detail = f"all operations were the same in {repeats} traces"
-    return TraceFinding(outcome=TraceOutcome.EQUAL, detail=detail)

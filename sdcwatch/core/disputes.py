@@ -145,13 +145,10 @@ def _operation_unknown(rank: int) -> str:
 
 def _clause(rank: int, found: TraceFinding) -> str:
     """What one finding adds to a reason; the operation of a device stands beside it."""
-    backward = ", in the backward" if found.backward else ""
-    if found.outcome is TraceOutcome.SOFTWARE:
-        return f"{found.where}{backward}: {found.detail}"
-    if found.outcome is TraceOutcome.NONDETERMINISTIC:
-        return f"{found.where}{backward}: {found.detail}. {found.advice}".rstrip()
+    if found.outcome in (TraceOutcome.SOFTWARE, TraceOutcome.NONDETERMINISTIC):
+        return found.said
     if found.names_device:
-        return f"rank {rank} went wrong in {found.where}{backward}: {found.detail}"
+        return f"rank {rank} went wrong in {found.said}"
     return f"{_operation_unknown(rank)}: {found.detail}"
 
 

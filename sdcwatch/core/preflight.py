@@ -59,6 +59,7 @@ class SelfAudit:
         doors: Ways by which gradients enter other than by the outputs.
         disturbed: Generators that something outside of the call drew from.
         not_run: Why nothing could be compared, or "".
+        unrepeated: Which operation does not repeat, and what to set, as a trace found; "" without.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class SelfAudit:
     doors: tuple[str, ...] = ()
     disturbed: tuple[str, ...] = ()
     not_run: str = ""
+    unrepeated: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,18 +208,25 @@ def _could_not_run(rows: Sequence[SelfAudit]) -> str | None:
 def _does_not_repeat(
     rows: Sequence[SelfAudit], restless: Sequence[int], *, deterministic: bool
 ) -> PreflightJudgement:
+    traced = next((r.unrepeated for r in rows if r.unrepeated), "")
     if not deterministic:
-        return PreflightJudgement(None, f"replays do not repeat on {list_ranks(restless)}")
+        reason = f"replays do not repeat on {list_ranks(restless)}"
+        note = f"with your own kernels {reason}: {traced}"
+        return PreflightJudgement(None, reason, (note,) if traced else ())
     if all(r.loss_repeats and r.outputs_equal for r in rows):
         return PreflightJudgement(
             Coverage.OUTPUTS_ONLY,
             f"gradients do not repeat on {list_ranks(restless)}, with deterministic kernels "
-            "either; only outputs are compared",
+            f"either; only outputs are compared{traced and f'; {traced}'}",
         )
     return PreflightJudgement(
         Coverage.OFF,
-        f"outputs do not repeat on {list_ranks(restless)}, with deterministic kernels either: seed "
-        "every generator that the forward uses, or replace the operation that does not repeat",
+        f"outputs do not repeat on {list_ranks(restless)}, with deterministic kernels either: "
+        + (
+            traced
+            or "seed every generator that the forward uses, or replace the operation that does not "
+            "repeat"
+        ),
     )
 
 

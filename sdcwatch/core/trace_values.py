@@ -222,6 +222,12 @@ class TraceFinding:
         """The operation and its module: "aten::index_add_ in blocks.3.attn"."""
         return str(Place(self.operator, self.module)) if self.operator else ""
 
+    @property
+    def said(self) -> str:
+        """The operation, what is the matter with it and what to set, as a clause."""
+        backward = ", in the backward" if self.backward else ""
+        return f"{self.where}{backward}: {self.detail}. {self.advice}".strip(" .:")
+
     def __str__(self) -> str:
         head = f"{self.outcome.value}: {self.where}" if self.where else self.outcome.value
         if self.backward and self.where:

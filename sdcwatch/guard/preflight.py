@@ -11,6 +11,7 @@ import torch
 from sdcwatch.checks.payload import pack, packed_size
 from sdcwatch.checks.replay import ReplayOptions, ReplayResult
 from sdcwatch.checks.serialise import NotTransportable
+from sdcwatch.core.disputes import TRACED, Dispute
 from sdcwatch.core.preflight import (
     PreflightJudgement,
     SelfAudit,
@@ -18,8 +19,10 @@ from sdcwatch.core.preflight import (
     judge_preflight,
 )
 from sdcwatch.core.records import SHOWN, Coverage
+from sdcwatch.core.trace_values import TraceOutcome
 from sdcwatch.guard.exchange import Exchange, gather_json
 from sdcwatch.guard.replay import OwnStep, RingAudit, result_table, table_of
+from sdcwatch.guard.tracing import MakeTrace, Tracing
 
 MIB = 2**20
 LARGE_BYTES = 256 * MIB
@@ -37,6 +40,7 @@ class Preflight:
         facts: What decides which kernels run on this rank.
         max_payload_bytes: Largest micro-batch that may travel.
         covers: How compiled code is covered, or "".
+        trace: Traces the operations of a micro-batch, to say which does not repeat; None for no.
 
     Attributes:
         coverage: The answer; None while there is none.
@@ -56,7 +60,9 @@ class Preflight:
         facts: Callable[[], dict[str, str]],
         max_payload_bytes: int,
         covers: str = "",
+        trace: MakeTrace | None = None,
     ) -> None:
+        self._tracing = None if trace is None else Tracing(exchange, trace)
         self._exchange, self._replay_packed = exchange, replay_packed
         self._max_payload_bytes, self._covers = max_payload_bytes, covers
         self._names, self._rounds, self._facts = tuple(names), rounds, facts
@@ -93,6 +99,7 @@ class Preflight:
             self.decide(Coverage.OFF, "ranks run different software: " + "; ".join(differences))
             return False
         audits = [SelfAudit(**_tuples(row["audit"])) for row in rows]
+        audits = self._traced(audits, own, operation)
         self.local = self.local and not any(audit.collectives for audit in audits)
         self.payload_bytes = max(row["bytes"] for row in rows)
         return self._take(judge_preflight(audits, deterministic=self.deterministic))
@@ -113,6 +120,17 @@ class Preflight:
         self.notes = (*self.notes, *self._said_of_the_payload())
         self.decide(Coverage.FULL, f"{judgement.reason} on {self._passed} steps, with {kernels}")
         return True
+
+    def _traced(self, audits: Sequence[SelfAudit], own: OwnStep, operation: str) -> list[SelfAudit]:
+        """With the operation that does not repeat, on ranks whose two replays differ."""
+        restless = [a.rank for a in audits if not (a.loss_repeats and a.gradients_repeat)]
+        if self._tracing is None or not restless:
+            return list(audits)
+        disputes = [Dispute(rank, rank) for rank in restless[:TRACED]]
+        held = {self._exchange.rank: own.micro_batch}
+        found = self._tracing.findings(disputes, held, operation)
+        said = {r: f.said for r, f in found.items() if f.outcome is TraceOutcome.NONDETERMINISTIC}
+        return [replace(audit, unrepeated=said.get(audit.rank, "")) for audit in audits]
 
     def _said_of_the_payload(self) -> tuple[str, ...]:
         """What an audit sends, and how compiled code is replayed."""

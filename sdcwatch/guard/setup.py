@@ -24,7 +24,7 @@ from sdcwatch.checks.calling import choose_caller
 from sdcwatch.checks.capture import CallCapture
 from sdcwatch.checks.determinism import DeterministicSwitches, environment_facts
 from sdcwatch.checks.replay import Replayer
-from sdcwatch.checks.trace import disputed_trace
+from sdcwatch.checks.trace import REPEATS, disputed_trace, repeated_trace
 from sdcwatch.config import GuardConfig, LauncherEnvironment, launcher_environment
 from sdcwatch.core.introduction import (
     Introduction,
@@ -289,6 +289,7 @@ def _replay_check(
             facts=facts,
             max_payload_bytes=config.max_payload_mb * MIB,
             covers=replayer.caller.covers,
+            trace=partial(repeated_trace, replayer, repeats=REPEATS),
         ),
         RingAudit(exchange, meeting.topology, replayer.run, names, policy=policy),
         meeting.audits_off,

@@ -7,6 +7,7 @@ of operations tells it from a broken device.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,18 +18,19 @@ import torch
 from torch import nn
 
 from sdcwatch.core.outcomes import alarm_word, is_alarm
-from sdcwatch.core.records import Cause, Outcome, RunWord
+from sdcwatch.core.records import Cause, Coverage, Outcome, PreflightDone, RunWord
 from sdcwatch.faults import Fault, FaultPlan
 from sdcwatch.testing import GlooPool
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import WIDTH, Job, mse, same_on_every_rank, train, verdicts
+from training import WIDTH, Job, mse, of, same_on_every_rank, train, verdicts
 
 pytestmark = pytest.mark.dist
 
 WORLD, ODD, FROM, AUDIT = 6, 3, 5, 6
 NAMES = "abcd"
 SCALE = 1.0
+CALLS = itertools.count()
 
 
 class Sum(nn.Module):
@@ -135,6 +137,35 @@ def test_what_one_rank_computes_differently_is_software_with_its_operation(
     assert f"the software of rank {ODD} computes something else" in found.reason
     assert not found.failed, "an update that DDP would have made is lost"
     assert alarm_word(found) is RunWord.WARNING
+
+
+class Counts(nn.Module):
+    """Adds how often it was called, which no replay puts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + 0.001 * next(CALLS))
+
+
+def counting(rank: int, group: Any, run_dir: str) -> Any:
+    options = {"audit_every": AUDIT, "run_dir": run_dir}
+    return train(rank, group, Job(build=Counts, guard=options, steps=4))
+
+
+def test_preflight_names_the_operation_that_does_not_repeat_and_says_what_to_write(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    results = pool.run(counting, 3, str(tmp_path))
+    (done,) = of(results[0], PreflightDone)
+    assert done.coverage is Coverage.OFF
+    said = "aten::add: each repeat gets there in another way or with other inputs. Let the forward"
+    assert said in done.reason
+    assert any(said in note for note in done.notes)
+    assert verdicts(results[0]) == []
 
 
 # --- faults whose wrong bits are new each time, or that hit what shares memory ---

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
+import torch
 
 from sdcwatch.checks.payload import MicroBatch
+from sdcwatch.checks.replay import ReplayOptions, ReplayResult
 from sdcwatch.core.disputes import Dispute
+from sdcwatch.core.records import Coverage
 from sdcwatch.core.trace_values import Operation, Place, Trace, TraceFinding, TraceOutcome, Value
 from sdcwatch.guard.exchange import share_bytes
+from sdcwatch.guard.preflight import Preflight
+from sdcwatch.guard.replay import OwnStep
 from sdcwatch.guard.tracing import Tracing
 from sdcwatch.testing import ThreadExchange, run_threads
 
@@ -103,3 +109,46 @@ def test_wrong_bits_that_are_new_each_time_are_the_device_where_all_others_repea
     assert (found.outcome, found.operator, found.rank) == (TraceOutcome.DEVICE, "aten::op30", 3)
     found = found_by((Dispute(3, 1, (1, 5)),), {3: restless, 5: restless})[3]
     assert found.outcome is TraceOutcome.NONDETERMINISTIC
+
+
+def test_preflight_says_on_every_rank_which_operation_does_not_repeat() -> None:
+    found = TraceFinding(
+        outcome=TraceOutcome.NONDETERMINISTIC,
+        operator="aten::index_add_",
+        module="blocks.3",
+        detail="other bits",
+        advice="Set this.",
+    )
+
+    def body(exchange: ThreadExchange) -> tuple[Preflight, int]:
+        asked: list[MicroBatch] = []
+        numbers = itertools.count()
+
+        def make(micro_batch: MicroBatch, options: object) -> Trace:
+            asked.append(micro_batch)
+            return Trace(trace().operations, unrepeated=found)
+
+        def replay(_: torch.Tensor, options: ReplayOptions) -> ReplayResult:
+            number = next(numbers) if exchange.rank < 2 else 7
+            return ReplayResult(torch.tensor([[number, 0]]), torch.zeros((1, 2), dtype=torch.int64))
+
+        preflight = Preflight(
+            exchange,
+            replay,
+            ("weight",),
+            rounds=1,
+            facts=dict,
+            max_payload_bytes=1 << 20,
+            trace=make,
+        )
+        own = OwnStep(MicroBatch(), torch.tensor([[7, 0]]), torch.zeros((1, 2), dtype=torch.int64))
+        for step in (1, 2):
+            preflight.run(step, own)
+        return preflight, len(asked)
+
+    rows = run_threads(3, body)
+    assert [asked for _, asked in rows] == [2, 2, 0]
+    for preflight, _ in rows:
+        assert preflight.coverage is Coverage.OFF
+        assert "aten::index_add_ in blocks.3: other bits. Set this" in preflight.reason
+        assert "with your own kernels replays do not repeat on ranks 0 and 1" in preflight.notes[0]
