@@ -10,6 +10,7 @@ replaced, no number, no graph and no exception of the user's changes.
    copied, and weights are fingerprinted.
 2. It ends: each tensor that it returned gets a prehook on its *node*, which runs after every hook
    of the user's and, unlike an identity in between, leaves the user with the graph that there was.
+   A hook of the user's on the module is part of the call, whenever it was registered.
 3. The first gradient that arrives calls `on_gradient()`, once per backward that adds to the
    gradients of the module: the place to queue a callback (`torch_internals.at_end_of_backward`).
 4. In that callback `end_backward()` returns a `Backward`: the calls that got a gradient as a
@@ -53,6 +54,7 @@ from sdcwatch.checks.captured import (
     CallRecord,
     InertCopyHook,
     Kept,
+    containers,
 )
 from sdcwatch.checks.fingerprint import combine, digest_tensors, salt
 from sdcwatch.checks.module_state import (
@@ -69,6 +71,7 @@ from sdcwatch.checks.reading import (
     gradient_table,
     make_micro_batch,
     output_digests,
+    stacked,
 )
 from sdcwatch.checks.replaying import replaying
 from sdcwatch.checks.serialise import NotTransportable, Scope, freeze, tensors_in
@@ -199,7 +202,7 @@ class CallCapture:
         local.depth = depth + 1
         if depth:
             return
-        local.open = None
+        local.open, late = None, self._outermost()
         if internals.in_functorch():
             return
         if self.compiled:
@@ -208,15 +211,30 @@ class CallCapture:
             return
         try:
             local.open = self._open(args, kwargs)
+            local.open.problem = local.open.problem or late
         except Exception as error:
             self._failed(error)
+
+    def _outermost(self) -> str:
+        """Put the hooks around those that were registered later; why this call comes too soon."""
+        if not self._handles:
+            return ""
+        first, last = (h.id for h in self._handles)
+        after: Any = self.module._forward_hooks
+        if next(reversed(after), last) != last:
+            after.move_to_end(last)  # in time: they are listed when the forward has run
+        before: Any = self.module._forward_pre_hooks
+        if next(iter(before), first) == first:
+            return ""
+        before.move_to_end(first, last=False)
+        return "a hook changed the inputs before the guard saw them, in this call alone"
 
     def _open(self, args: Any, kwargs: Any) -> CallRecord:
         if self._window is not None and internals.current_graph_task() < 0:
             self._close_window()  # its backward ended in an exception
         audit = self._audit()
         if not audit:
-            record = CallRecord(_containers(args), _containers(kwargs), audit=False)
+            record = CallRecord(containers(args), containers(kwargs), audit=False)
             self._open_plain(record)
             return record
         with internals.dispatch_modes_off():
@@ -406,7 +424,9 @@ class CallCapture:
         if not self._accumulates():
             self._ignored = task
             return None
-        self._window = BackwardWindow(task, len(self._parameters), self.device)
+        # Python's and NumPy's only where they matter: reading them takes longer than all the rest.
+        generators = self._host.read(self.device, always=bool(self._leaf_hooks))
+        self._window = BackwardWindow(task, len(self._parameters), self.device, generators)
         self._on_gradient()
         return self._window
 
@@ -506,8 +526,8 @@ class CallCapture:
             functools.partial(
                 make_micro_batch, window, held, self.state, self.signatures, self.failure
             ),
-            probes=_stacked(probes, self.device),
-            arrived=_stacked(window.probes, self.device),
+            probes=stacked(probes, self.device),
+            arrived=stacked(window.probes, self.device),
             loss=next((r.scalar for r in reversed(list(arrivals))), None),
         )
         if not audited:
@@ -574,20 +594,6 @@ def outputs_of(out: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(out) if tensor.requires_grad]
 
 
-def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    empty = torch.zeros(0, dtype=torch.float32, device=device)
-    return torch.cat([empty, *(v.reshape(1).to(device) for v in values)])
-
-
 def _sum(tensor: Tensor) -> Tensor:
     """`probe` of an output, without what most outputs do not need. Needs `no_grad`."""
     return tensor.sum() if tensor.dtype is torch.float32 else probe(tensor)
-
-
-def _containers(value: Any) -> Any:
-    """A copy of the containers in a value, with the same tensors in them."""
-    if isinstance(value, dict) and type(value) is dict:
-        return {key: _containers(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_containers(item) for item in value)
-    return value

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.gradients import GradientLog
-from sdcwatch.checks.module_state import Autocast, Generators, read_autocast, read_generators
+from sdcwatch.checks.module_state import Autocast, Generators, read_autocast
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.serialise import Frozen, tensors_in
 from sdcwatch.checks.torch_internals import Edge
@@ -161,10 +161,10 @@ class Arrivals:
 class BackwardWindow:
     """One backward."""
 
-    def __init__(self, task: int, size: int, device: torch.device) -> None:
+    def __init__(self, task: int, size: int, device: torch.device, generators: Generators) -> None:
         self.task = task
         self.inside: set[int] = set()
-        self.generators = read_generators(device)
+        self.generators = generators
         self.autocast = read_autocast(device)
         self.log = GradientLog(size)
         self.arrivals: dict[CallRecord, Arrivals] = {}
@@ -199,3 +199,12 @@ class InertCopyHook:
 
 def _stand_in() -> Callable[..., None]:
     return functools.partial(sys.audit, "sdcwatch.copied_hook")
+
+
+def containers(value: Any) -> Any:
+    """A copy of the containers in a value, with the same tensors in them."""
+    if isinstance(value, dict) and type(value) is dict:
+        return {key: containers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(containers(item) for item in value)
+    return value

@@ -69,10 +69,21 @@ def tensors_in(value: Any, limit: int = _SEARCHED) -> list[Tensor]:
     waiting = [value]
     while waiting and len(seen) < limit:
         one = waiting.pop()
-        if id(one) in seen or isinstance(one, _LEFT_OUT):
+        if id(one) in seen:
+            continue
+        kind = type(one)  # the usual kinds first: this runs at every call
+        if kind is tuple or kind is list:
+            seen[id(one)] = one
+            waiting += reversed(one)
+            continue
+        if kind is dict:
+            seen[id(one)] = one
+            waiting += reversed(one.values())
+            continue
+        if kind not in _ORDINARY and isinstance(one, _LEFT_OUT):
             continue
         seen[id(one)] = one
-        if isinstance(one, Tensor):
+        if kind in _ORDINARY or isinstance(one, Tensor):
             found.append(one)
         else:
             waiting += reversed(list(_inside(one)))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sdcwatch.checks.calling import BareCall, CompiledAroundDdp, choose_caller
 from sdcwatch.checks.capture import CallCapture
+from sdcwatch.checks.fingerprint import digest_tensors
 from sdcwatch.checks.module_state import read_generators
 from sdcwatch.checks.payload import (
     NotTransportable,
@@ -381,3 +382,31 @@ def test_the_call_is_made_as_the_loop_makes_it():
     assert isinstance(choose_caller(compiled, ddp, model), CompiledAroundDdp)
     model.compile(backend="eager")
     assert BareCall(model).covers == "the module as compiled by module.compile()"
+
+
+@pytest.mark.parametrize("prepended", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_of_the_users_on_the_module_is_audited_whenever_it_was_registered(late, prepended):
+    model = Model()
+
+    def register():
+        model.register_forward_pre_hook(lambda _, args: (args[0] * 2,), prepend=prepended)
+        model.register_forward_hook(lambda _, args, out: out * 1.5)
+
+    if not late:
+        register()
+    capture = CallCapture(model, list(model.named_parameters()), CPU, audit=lambda: True)
+    capture.attach()
+    if late:
+        register()
+    for call in range(2):
+        out = model(torch.randn(6, 8))
+        out.sum().backward()
+        backward = capture.end_backward()
+        assert torch.equal(backward.outputs[0], digest_tensors([out.detach()])[0])
+        result = Replayer(capture).self_audit(backward.micro_batch)
+        if late and prepended and call == 0:
+            assert "in this call alone" in result.not_run
+            continue
+        assert torch.equal(result.outputs, backward.outputs)
+        assert torch.equal(result.gradients, backward.gradients)
