@@ -262,7 +262,9 @@ class _Run:
                 return ReplayResult(not_run=f"{state.lost[0]} has moved on this rank alone")
             if capture.compiled and not self._caller.compiled_around:
                 stack.enter_context(internals.no_recompilation())
-            if self._options.watch or self._options.forbid_collectives:
+            # Under a mode compiled code would be compiled once more.
+            watched = self._options.watch or self._options.forbid_collectives
+            if watched and not capture.compiled:
                 stack.enter_context(internals.GeneratorsKept())
             if self._options.forbid_collectives:
                 stack.enter_context(internals.NoCollectives(_OWN))
