@@ -308,6 +308,14 @@ class StateWatch:
                     lost.append(spoken(name))
         return copies, tuple(lost)
 
+    def values(self) -> Iterator[tuple[Name, Any]]:
+        """Every watched attribute, as it is."""
+        return self._values()
+
+    def owners(self) -> dict[str, nn.Module]:
+        """Every module by name."""
+        return dict(self._module.named_modules())
+
     def added(self) -> set[Name]:
         """Attributes that the module did not have when the guard began."""
         return {name for name, _ in self._values() if name not in self._first}

@@ -39,6 +39,7 @@ class GateFacts:
         suspects: Devices named since the last clean audit, in words.
         widespread: Since the last clean audit more differed than broken devices explain.
         differing: Ranks that are left out of the audits because they have never matched.
+        left_behind: A skipped step has left something as its forward made it, on some rank.
         framework: A framework writes the checkpoint; whether it succeeds is not known here.
     """
 
@@ -55,6 +56,7 @@ class GateFacts:
     suspects: tuple[str, ...] = ()
     widespread: bool = False
     differing: tuple[int, ...] = ()
+    left_behind: bool = False
     framework: bool = False
 
 
@@ -91,6 +93,11 @@ def _failed_here(facts: GateFacts) -> tuple[GateReason, str] | None:
         return GateReason.FINGERPRINT, "The replicas hold different weights at this step."
     if not facts.weights_finite:
         return GateReason.WEIGHTS_NONFINITE, "Weights or buffers are not finite at this step."
+    if facts.left_behind:
+        return (
+            GateReason.NONFINITE,
+            "A skipped step left buffers or attributes of the module that could not be put back.",
+        )
     if not facts.nonfinite_passed:
         return GateReason.NONFINITE, "A loss or gradient was not finite at this step."
     if facts.replay_failed:

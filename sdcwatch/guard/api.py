@@ -254,6 +254,8 @@ class Guard(JoinableGuard):
             audit_age_limit=0 if on_schedule else config.audit_age_limit,
             preflighted=self._steps.audits.armed,
             audits_on=self._preflight.coverage is not Coverage.OFF,
+            weights_finite=self._replicas.finite,
+            left_behind=self._replicas.left_behind,
         )
 
     def _require_open(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from sdcwatch.checks.fingerprint import (
     salt,
     to_pairs,
 )
+from sdcwatch.checks.nonfinite import confirm_nonfinite, probe
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.checkpoint import fingerprint_due
 from sdcwatch.core.fingerprint import FingerprintJudgement, judge_fingerprints
@@ -71,13 +72,21 @@ class WeightCheck:
 
     def equal(self, operation: str) -> bool:
         """Whether all replicas hold the same bits. One MAX of two words; every rank calls it."""
+        return self.compare(operation, ())[0]
+
+    def compare(self, operation: str, flags: Sequence[bool]) -> tuple[bool, tuple[bool, ...]]:
+        """Whether all replicas hold the same bits, and which flags are set on any rank.
+
+        One MAX of two words and one for each flag; every rank calls it with as many flags.
+        """
         named = self._replicas.named()
         tensors = [t.detach() for _, t in named]
         self._table = digest_tensors(tensors)
         first, _ = combine(self._table, tuple(salt(name, t) for name, t in named)).tolist()
         digest = first & (2**63 - 1)
-        top, bottom = self._replicas.exchange.max_int64s((digest, ~digest), operation)
-        return top == ~bottom
+        words = (digest, ~digest, *map(int, flags))
+        top, bottom, *seen = self._replicas.exchange.max_int64s(words, operation)
+        return top == ~bottom, tuple(map(bool, seen))
 
     def dissent(self, operation: str, loss_gradient: float | None) -> FingerprintJudgement:
         """Gather the fingerprints of the last `equal` and judge them. Every rank calls it.
@@ -135,6 +144,34 @@ def loss_scales(gradients: Sequence[float | None]) -> Sequence[float | None]:
     return finite if len(mantissas) == 1 and len(set(finite)) > 1 else ()
 
 
+class SavedState:
+    """What a checkpoint would hold besides equal weights: is it finite, is it of this step?
+
+    Args:
+        named: Parameters.
+        buffers: Every buffer, by name.
+        left_behind: What a skipped step has left on this rank, told once.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        buffers: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        left_behind: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self._named, self._buffers, self._left_behind = named, buffers, left_behind
+        # A mask of minus infinities is as its author made it.
+        self._exempt = {n for n, b in buffers() if confirm_nonfinite(b.detach())}
+
+    def flags(self) -> tuple[bool, bool]:
+        """Something is not finite; something was left by a skipped step. Waits for the device."""
+        buffers = [b for n, b in self._buffers() if n not in self._exempt]
+        tensors = [t.detach() for t in (*(p for _, p in self._named), *buffers)]
+        seen = torch.stack([probe(t) for t in tensors]).tolist()
+        suspicious = [t for t, s in zip(tensors, seen, strict=True) if not math.isfinite(s)]
+        return any(map(confirm_nonfinite, suspicious)), bool(self._left_behind())
+
+
 class ReplicaCheck:
     """Check 3 in the course of a run.
 
@@ -144,9 +181,12 @@ class ReplicaCheck:
         reporter: Takes the results.
         gate: Told of a checkpoint that is withheld.
         scale: The loss scale of this rank's GradScaler; None without one.
+        saved: What else a checkpoint would hold.
 
     Attributes:
         weights: As given.
+        finite: At the latest check for a checkpoint, weights and buffers were on all ranks.
+        left_behind: At the latest check for a checkpoint, a rank held what a skipped step left.
         tainted: The verdict that tainted the run, or None.
         passed_at: Step of the latest check that passed.
         disputed: An audit saw different weights in the backward: compare after the next update.
@@ -159,8 +199,11 @@ class ReplicaCheck:
         reporter: Reporter,
         gate: CheckpointGate,
         scale: Callable[[], float | None],
+        saved: SavedState,
     ) -> None:
         self.weights = weights
+        self._saved = saved
+        self.finite, self.left_behind = True, False
         self._config, self._reporter, self._gate = config, reporter, gate
         self._scale = scale
         self.tainted: Verdict | None = None
@@ -192,7 +235,11 @@ class ReplicaCheck:
         """
         reporter = self._reporter
         with reporter.timed(Check.FINGERPRINT, Phase.DIGEST):
-            equal = self.weights.equal(f"the weight check of step {step}")
+            flags = self._saved.flags() if saving else ()
+            operation = f"the weight check of step {step}"
+            equal, seen = self.weights.compare(operation, flags)
+        if saving:
+            self.finite, self.left_behind = not seen[0], seen[1]
         reporter.window.weight_checks += 1
         if not equal:
             self.differ(step, saving=saving)

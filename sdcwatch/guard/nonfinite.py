@@ -8,7 +8,7 @@ that a scaled overflow overflows again. What the facts mean is decided in `sdcwa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -514,14 +514,20 @@ def _expected_elements(guarded: Guarded) -> int:
     return sum(p.numel() for n, p in guarded.named if p.requires_grad and n not in ignored)
 
 
-def weights_nonfinite(guarded: Guarded) -> bool:
+def weights_nonfinite(
+    guarded: Guarded, before: Callable[[torch.Tensor], torch.Tensor] = lambda buffer: buffer
+) -> bool:
     """Whether a weight, or a buffer that a forward reads, is poisoned.
 
     Exact; only asked when something was seen. A buffer may have been poisoned by data in an earlier
     step, on this rank alone: whoever replays without it gets a finite value.
+
+    Args:
+        guarded: Whose weights and buffers.
+        before: A buffer as it was before the step, which may have poisoned it.
     """
     return any(confirm_nonfinite(p.detach()) for _, p in guarded.named) or any(
-        _is_poisoned(buffer) for buffer in _read_buffers(guarded.module)
+        _is_poisoned(before(buffer)) for buffer in _read_buffers(guarded.module)
     )
 
 

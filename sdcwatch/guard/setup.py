@@ -24,6 +24,7 @@ from sdcwatch.checks.calling import choose_caller
 from sdcwatch.checks.capture import CallCapture
 from sdcwatch.checks.determinism import DeterministicSwitches, environment_facts
 from sdcwatch.checks.replay import Replayer
+from sdcwatch.checks.shadow import ForwardShadow
 from sdcwatch.checks.trace import REPEATS, disputed_trace, repeated_trace
 from sdcwatch.config import GuardConfig, LauncherEnvironment, launcher_environment
 from sdcwatch.core.introduction import (
@@ -39,7 +40,7 @@ from sdcwatch.core.topology import RankInfo, Topology, choose_fault_domain, pair
 from sdcwatch.errors import ConfigurationError, SchemaMismatch
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, GlooExchange, gather_json
-from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, WeightCheck
+from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, SavedState, WeightCheck
 from sdcwatch.guard.guarded import (
     Guarded,
     bare_module,
@@ -210,13 +211,6 @@ def _build(
     close_console: Callable[[], None],
 ) -> Assembly:
     gate = CheckpointGate(exchange, reporter)
-    replicas = ReplicaCheck(
-        WeightCheck(ReplicaSet(exchange, lambda: guarded.replicated(buffers=config.buffers))),
-        config,
-        reporter,
-        gate,
-        scale=lambda: loss_scale(guarded),
-    )
     # Late: hooks call what is made below; that of a closed guard, which DDP keeps, calls this one.
     probes = _probes(config, guarded, exchange, lambda: steps.bucket_arrived())
     capture = CallCapture(
@@ -227,6 +221,15 @@ def _build(
         audit=lambda: steps.call_begins(),
         max_kept_bytes=config.max_payload_mb * MIB,
     )
+    shadow = ForwardShadow(capture.state, config.max_payload_mb * MIB)
+    replicas = ReplicaCheck(
+        WeightCheck(ReplicaSet(exchange, lambda: guarded.replicated(buffers=config.buffers))),
+        config,
+        reporter,
+        gate,
+        scale=lambda: loss_scale(guarded),
+        saved=SavedState(guarded.named, guarded.module.named_buffers, shadow.take_left_behind),
+    )
     replayer = Replayer(capture, choose_caller(guarded.given, guarded.ddp, guarded.module))
     replay = _replay_check(config, guarded, exchange, meeting, replayer)
     watchdog = _watchdog(config, exchange, reporter)
@@ -235,7 +238,7 @@ def _build(
         guarded,
         exchange,
         reporter,
-        recorder=Recorder(capture, DeterministicSwitches(guarded.device)),
+        recorder=Recorder(capture, DeterministicSwitches(guarded.device), shadow),
         nonfinite=NonfiniteCheck(
             probes,
             NonfiniteInvestigation(

@@ -131,7 +131,11 @@ class StepController:
         if internals.current_graph_task() >= 0:  # a checkpoint recomputes
             return False
         self.recover()
+        before = self._window
         window = self._open()
+        if window is not before and self._config.mode != "observe":
+            with internals.dispatch_modes_off():
+                self._recorder.shadow.begin()
         self._synchronises = self._guarded.synchronises
         if not self._synchronises or not self.audits.due(window.step):
             return False
@@ -234,7 +238,7 @@ class StepController:
                 nan=own.nan and holds_nan(own, captured, scope, reduced=reduced_nan),
                 not_replayable=not_replayable(window, captured),
                 loss_scaled=loss_scale(self._guarded) not in (None, 1.0),
-                weights=weights_nonfinite(self._guarded),
+                weights=weights_nonfinite(self._guarded, self._recorder.shadow.before),
                 reduced_nan=reduced_nan,
             )
             judgement = self._nonfinite_check.investigation.run(
@@ -263,7 +267,12 @@ class StepController:
         return Decision(verdict=verdict)
 
     def _carry_out(self, decision: Decision) -> None:
-        verdict = decision.verdict
+        verdict, shadow = decision.verdict, self._recorder.shadow
+        if verdict is None or not decision.skip or decision.scaling:
+            shadow.learn()  # an overflow of the loss scale is no fault: statistics stay as moved
+        else:
+            shadow.restore()
+        shadow.release()
         if verdict is None or not decision.skip:
             return
         if verdict.check is Check.NONFINITE:

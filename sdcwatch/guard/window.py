@@ -9,6 +9,7 @@ from sdcwatch.checks.capture import CallCapture
 from sdcwatch.checks.captured import Backward, Kept
 from sdcwatch.checks.determinism import DeterministicSwitches
 from sdcwatch.checks.payload import MicroBatch
+from sdcwatch.checks.shadow import ForwardShadow
 from sdcwatch.core.records import Cause, Verdict
 
 
@@ -39,10 +40,12 @@ class Recorder:
     Attributes:
         capture: Keeps what a call of the module is made of.
         switches: Deterministic kernels, for steps that are audited.
+        shadow: Keeps what forwards move, to be put back after a skipped step.
     """
 
     capture: CallCapture
     switches: DeterministicSwitches
+    shadow: ForwardShadow
 
 
 @dataclass(slots=True)

@@ -1,0 +1,194 @@
+"""What a forward moves besides its outputs, kept from before a step and put back after a skip.
+
+A skipped update leaves the weights; running statistics, codebooks, counters and banks have moved
+all the same, and hold what made the step fail. In the first steps everything is kept and compared,
+and from then on only what moved. Buffers are copied at once by ``_foreach_copy_``, and put back in
+place, because DDP holds the same tensors. Random generators go on: the next step draws as if this
+one had been left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sdcwatch.checks.fingerprint import digest_tensors, to_pairs
+from sdcwatch.checks.module_state import Name, StateWatch, spoken
+from sdcwatch.checks.serialise import PLAIN
+
+LEARNED_STEPS = 3
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class ForwardShadow:
+    """Keeps what forwards move of one module.
+
+    Args:
+        watch: Reads the module's state.
+        limit_bytes: Most that is kept of buffers, in bytes.
+
+    Attributes:
+        left_behind: What the last skipped step has left as its forward made it, by name.
+    """
+
+    def __init__(self, watch: StateWatch, limit_bytes: int) -> None:
+        self._watch, self._limit = watch, limit_bytes
+        self._learning = LEARNED_STEPS
+        self._moving: set[Name] = set()
+        self._attributes: set[Name] = set()
+        self._copies: dict[Name, Tensor] = {}
+        self._held: dict[Name, Tensor] = {}
+        self._values: dict[Name, Kept] = {}
+        self._seen: dict[Name, tuple[int, int]] = {}
+        self._tokens: dict[Name, Any] = {}
+        self._digests: dict[Name, Any] = {}
+        self.left_behind: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """Before the first call of a step. Waits for the device in the first steps only."""
+        buffers = dict(self._watch.buffers())
+        self._seen = {name: (id(b), b._version) for name, b in buffers.items()}
+        wanted = buffers if self._learning else {n: buffers[n] for n in self._moving & {*buffers}}
+        if sum(b.numel() * b.element_size() for b in wanted.values()) > self._limit:
+            wanted = {}  # what moves of them is left behind by a skip, and told
+        self._held = dict(wanted)
+        self._copy(wanted)
+        if self._learning:
+            self._tokens, self._digests = self._watch.tokens(), _digests(buffers)
+        if self._learning or self._attributes:
+            self._values = {
+                name: Kept(value)
+                for name, value in self._watch.values()
+                if self._learning or name in self._attributes
+            }
+
+    @torch.no_grad()
+    def _copy(self, buffers: dict[Name, Tensor]) -> None:
+        live, copies = [], []
+        for name, buffer in buffers.items():
+            copy = self._copies.get(name)
+            if copy is None or not _alike(copy, buffer):
+                self._copies[name] = buffer.detach().clone()
+            else:
+                live.append(buffer.detach())
+                copies.append(copy)
+        if copies:
+            torch._foreach_copy_(copies, live)
+
+    def learn(self) -> None:
+        """At the end of the backward: what has moved since `begin`."""
+        if not self._seen and not self._tokens:
+            return
+        moved = {
+            name
+            for name, buffer in self._watch.buffers()
+            if self._seen.get(name) != (id(buffer), buffer._version)
+        }
+        if self._learning:
+            self._learning -= 1
+            live = dict(self._watch.buffers())
+            digests = _digests(live)
+            moved |= {n for n in live if digests[n] != self._digests.get(n)}
+            now = self._watch.tokens()
+            names = {*now, *self._tokens}
+            self._attributes |= {n for n in names if now.get(n) != self._tokens.get(n)}
+        # BatchNorm's kernels write statistics past the version counter, but its count moves too.
+        owners = {owner for owner, _ in moved - self._moving}
+        self._moving |= moved | {n for n, _ in self._watch.buffers() if n[0] in owners}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back in place, and note what could not be."""
+        self.learn()
+        left = [spoken(n) for n in self._moving if n not in self._held and n in self._seen]
+        owners = self._watch.owners()
+        for (owner, key), buffer in self._held.items():
+            owners[owner]._buffers[key] = buffer
+        names = list(self._held)
+        if names:
+            live = [self._held[n].detach() for n in names]
+            torch._foreach_copy_(live, [self._copies[n] for n in names])
+        for owner_name, key in self._attributes:
+            held = self._values.get((owner_name, key))
+            if held is None:  # the forward has made it
+                owners[owner_name].__dict__.pop(key, None)
+            elif not held.put_back(owners[owner_name].__dict__, key):
+                left.append(spoken((owner_name, key)))
+        self.left_behind = tuple(sorted(left))
+        self.release()
+
+    def before(self, buffer: Tensor) -> Tensor:
+        """A buffer as it was before the step, where that was kept; else as it is."""
+        for name, held in self._held.items():
+            if held is buffer:
+                return self._copies[name]
+        return buffer
+
+    def take_left_behind(self) -> tuple[str, ...]:
+        """What a skipped step has left, told once."""
+        left, self.left_behind = self.left_behind, ()
+        return left
+
+    def release(self) -> None:
+        """Let go of what is not to be put back."""
+        self._values, self._tokens, self._held, self._seen = {}, {}, {}, {}
+        self._digests = {}
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device, one.layout) == (
+        *(other.shape, other.dtype, other.device),
+        other.layout,
+    )
+
+
+def _digests(buffers: dict[Name, Tensor]) -> dict[Name, Any]:
+    pairs = to_pairs(digest_tensors([b.detach() for b in buffers.values()]))
+    return dict(zip(buffers, pairs, strict=True))
+
+
+class Kept:
+    """One attribute: the object, and what was in it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._content: Any = _content(value)
+
+    def put_back(self, attributes: dict[str, Any], key: str) -> bool:
+        """Whether it could be."""
+        value, content = self._value, self._content
+        attributes[key] = value
+        if isinstance(value, Tensor):
+            if content is not None:
+                value.detach().copy_(content)
+        elif isinstance(value, list):
+            value[:] = content
+        elif isinstance(value, (dict, set)):
+            value.clear()
+            value.update(content)
+        elif isinstance(value, collections.deque):
+            value.clear()
+            value.extend(content)
+        elif content is not None:
+            value.__dict__.clear()
+            value.__dict__.update(content)
+        else:
+            return isinstance(value, (*PLAIN, tuple, *_GENERATORS))
+        return True
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.grad_fn is None else None
+    for kind in (list, dict, set):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, collections.deque):
+        return list(value)
+    plain = isinstance(value, (*PLAIN, tuple, *_GENERATORS))
+    return None if plain or not hasattr(value, "__dict__") else dict(value.__dict__)
