@@ -14,7 +14,9 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TypeVar
@@ -201,9 +203,26 @@ def _cuda_facts(device: torch.device) -> dict[str, str]:
         "driver": driver_version(),
         "gpu": torch.cuda.get_device_name(device),
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "multiprocessors": str(torch.cuda.get_device_properties(device).multi_processor_count),
         "reduced_precision_bf16": str(matmul.allow_bf16_reduced_precision_reduction),
         "reduced_precision_fp16": str(matmul.allow_fp16_reduced_precision_reduction),
     }
+
+
+_LIBRARIES = ("numpy", "triton", "flash-attn", "transformer-engine", "xformers", "bitsandbytes")
+
+
+@cache
+def software_facts() -> Mapping[str, str]:
+    """What may change results without choosing kernels, as text: asked where bits differ.
+
+    The hash of a string tells whether processes iterate over sets of strings in the same order.
+    """
+    facts = {"string_hash": f"{hash('sdcwatch') & 0xFFFFFFFF:08x}"}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            facts[name.replace("-", "_")] = version(name)
+    return MappingProxyType(facts)
 
 
 def driver_version() -> str:

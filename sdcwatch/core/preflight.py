@@ -23,7 +23,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sdcwatch.core.arbitration import is_error
+from sdcwatch.core.arbitration import ERROR_PREFIX, is_error
 from sdcwatch.core.enums import Coverage, Outcome
 from sdcwatch.core.text import list_names, list_ranks, shortened
 from sdcwatch.core.topology import DOMAINS_TO_NAME, Topology
@@ -32,6 +32,8 @@ ATTEMPTS = 3
 """Preflight steps in a row that may run out of memory before the audits are given up."""
 RINGS_TO_ARM = 2
 """First audits in a row without any mismatch before coverage is full."""
+COMPARED_NOTHING = frozenset((Outcome.NOT_RUN, Outcome.VOID, Outcome.TRANSPORT))
+"""What a first audit comes to that says neither that ranks agree nor that they do not."""
 LONGEST_WAIT = 64
 """Due audits that are left out at most after errors in a row."""
 FACTS_SHOWN = 6
@@ -243,6 +245,7 @@ class CommonJudgement:
         coverage: `OFF` if no side is a majority; else None, and the audits leave `differing` out.
         reason: One sentence for a person.
         separating: Facts about software and environment that separate `differing` from the rest.
+        sides: How many values there are, where none is that of a majority.
     """
 
     matched: tuple[int, ...]
@@ -250,45 +253,76 @@ class CommonJudgement:
     coverage: Coverage | None
     reason: str
     separating: tuple[str, ...] = ()
+    sides: int = 0
 
 
 def judge_common(
-    values: Sequence[str],
+    values: Sequence[str | None],
     environments: Sequence[Mapping[str, str]],
     topology: Topology,
+    *,
+    deciding: Collection[str] = (),
 ) -> CommonJudgement:
     """Judge what every rank computed from one common micro-batch, with the same weights.
 
-    Only asked where MAX of (d, ~d) says that ranks differ, or to know who has matched.
+    A rank that raised where the majority did not differs too. One that could make no replay, for
+    a reason of the guard's, is on neither side.
 
     Args:
-        values: One per rank, compared for equality only. An error is no value: see `error_value`.
+        values: One per rank, compared for equality only; of one that raised see `error_value`, and
+            None of one that could not be asked.
         environments: Facts about software and environment of each rank.
         topology: Where the ranks are.
+        deciding: Facts that choose kernels: a rank in which one is not that of the majority is left
+            out even if this micro-batch came to the same bits.
     """
-    sides: dict[str, list[int]] = {}
+    decide = sorted(deciding)
+    sides: dict[tuple[str, ...], list[int]] = {}
+    failed: dict[int, str] = {}
     for rank, value in enumerate(values):
-        if not is_error(value):
-            sides.setdefault(value, []).append(rank)
+        if value is not None and is_error(value):
+            failed[rank] = value.removeprefix(ERROR_PREFIX).strip()
+        elif value is not None:
+            kernels = (environments[rank].get(key, "not set") for key in decide)
+            sides.setdefault((value, *kernels), []).append(rank)
     ordered = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     if not ordered:
-        return CommonJudgement((), (), Coverage.OFF, "no rank could replay the common micro-batch")
-    most, rest = ordered[0], tuple(sorted(r for ranks in ordered[1:] for r in ranks))
+        why = f": {next(iter(failed.values()))}" if failed else ""
+        return CommonJudgement(
+            (), (), Coverage.OFF, f"no rank could replay the common micro-batch{why}"
+        )
+    most = ordered[0]
+    rest = tuple(sorted({r for ranks in ordered[1:] for r in ranks} | failed.keys()))
     if not rest:
         return CommonJudgement(tuple(most), (), None, "all ranks compute the same bits")
-    separating = separating_facts(environments, rest)
+    bits = {value for value in values if value is not None}
     domains = {topology.domains[rank] for rank in most}
     if 2 * len(most) <= len(values) or len(domains) < min(2, len(topology.domain_sizes)):
         shown = " against ".join(list_ranks(ranks) for ranks in ordered[:SIDES_SHOWN])
         facts = environment_differences(environments)
-        reason = f"the forward is not the same function on every rank: {shown} compute other bits"
-        return CommonJudgement((), (), Coverage.OFF, _with_facts(reason, facts), tuple(facts))
+        how = "compute other bits" if len(bits) > 1 else "run in other environments"
+        reason = f"the forward is not the same function on every rank: {shown} {how}"
+        if failed:
+            reason += f"; {_raised(failed)}"
+        said = _with_facts(reason, facts)
+        return CommonJudgement((), (), Coverage.OFF, said, tuple(facts), len(ordered))
+    separating = separating_facts(environments, rest)
+    how = (
+        f"computes other bits than {list_ranks(most)} from the same micro-batch and weights"
+        if len(bits) > 1
+        else f"runs in another environment than {list_ranks(most)}"
+    )
+    if failed:
+        how += f" ({_raised(failed)})"
     reason = (
-        f"{list_ranks(rest)} computes other bits than {list_ranks(most)} from the same micro-batch "
-        "and weights, and is left out of the audits: the forward is not the same function there, "
-        "or the device is broken"
+        f"{list_ranks(rest)} {how}, and is left out of the audits: the forward is not the same "
+        "function there, or the device is broken"
     )
     return CommonJudgement(tuple(most), rest, None, _with_facts(reason, separating), separating)
+
+
+def _raised(failed: Mapping[int, str]) -> str:
+    return f"the replay on {list_ranks(failed)} ended with {next(iter(failed.values()))}"
 
 
 def _with_facts(reason: str, facts: Sequence[str]) -> str:
@@ -332,6 +366,9 @@ def separating_facts(
 ) -> tuple[str, ...]:
     """The facts that no rank of one side shares with a rank of the other.
 
+    One in which the others do not agree among themselves, although they compute the same, explains
+    nothing: hash seeds differ in every process unless PYTHONHASHSEED is set.
+
     Args:
         environments: Facts about software and environment, by rank.
         inside: The ranks of one side.
@@ -344,7 +381,7 @@ def separating_facts(
             continue
         here = {values[rank] for rank in ranks}
         there = {value for rank, value in enumerate(values) if rank not in ranks}
-        if here and there and here.isdisjoint(there):
+        if here and len(there) == 1 and here.isdisjoint(there):
             found.append(_said(key, environments) or "")
     return tuple(found[:FACTS_SHOWN])
 
@@ -369,7 +406,7 @@ class FirstRings:
 
     def after(self, outcome: Outcome) -> FirstRings:
         """One more audit. One that compared nothing does not count, and ends no streak."""
-        if outcome in (Outcome.NOT_RUN, Outcome.VOID, Outcome.TRANSPORT):
+        if outcome in COMPARED_NOTHING:
             return self
         clean = outcome in (Outcome.PASS, Outcome.DIFFERS)
         return FirstRings(self.clean + 1 if clean else 0)

@@ -228,6 +228,7 @@ class Count:
     check: Check
     outcome: Outcome
     count: int
+    cause: Cause = Cause.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +301,8 @@ class Progress(Record):
 
     Attributes:
         first_step: First step of the window; `step` is the last.
-        counts: Outcomes in the window that have no record of their own: passes.
+        counts: Outcomes in the window that have no record of their own: passes, and what was said
+            before: ranks that still differ, replays that end with an error again.
         comparisons: Comparisons of check 2 over all ranks.
         output_mismatches: Comparisons in which the bits of an output differed.
         gradient_mismatches: Comparisons in which some gradient fingerprint differed.

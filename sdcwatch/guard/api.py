@@ -16,7 +16,6 @@ from sdcwatch.core.checkpoint import GateDecision, GateFacts, judge_checkpoint
 from sdcwatch.core.records import (
     Check,
     CheckpointResult,
-    Coverage,
     GateReason,
     GuardState,
     RunFinished,
@@ -250,12 +249,10 @@ class Guard(JoinableGuard):
             nonfinite_passed=failed is not Check.NONFINITE,
             replay_failed=failed is Check.REPLAY,
             fingerprint_passed=self._replicas.passed_at == step,
-            last_clean_audit_step=self._steps.audits.last_clean,
             audit_age_limit=0 if on_schedule else config.audit_age_limit,
-            preflighted=self._steps.audits.armed,
-            audits_on=self._preflight.coverage is not Coverage.OFF,
             weights_finite=self._replicas.finite,
             left_behind=self._replicas.left_behind,
+            **self._steps.audits.gate_facts(),
         )
 
     def _require_open(self) -> None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol, TypedDict
 
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.checkpoint import audit_due
-from sdcwatch.core.records import Check, Coverage, GuardState, Outcome, Phase, Verdict
-from sdcwatch.core.text import list_names
+from sdcwatch.core.history import CONFIRMED_TO_STOP
+from sdcwatch.core.preflight import Backoff
+from sdcwatch.core.records import Check, Coverage, Device, GuardState, Outcome, Phase, Verdict
+from sdcwatch.core.replay import LISTED
+from sdcwatch.core.text import list_names, list_ranks
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, missing_ranks
 from sdcwatch.guard.fingerprint import ReplicaCheck
@@ -29,6 +33,25 @@ _PERTURBED = (
 )
 
 
+class AuditedFacts(TypedDict):
+    """What audits say to `sdcwatch.core.checkpoint.GateFacts`."""
+
+    last_clean_audit_step: int | None
+    preflighted: bool
+    audits_on: bool
+    suspects: tuple[str, ...]
+    widespread: bool
+    differing: tuple[int, ...]
+
+
+class Fail(Protocol):
+    """Takes a verdict of a check that failed."""
+
+    def __call__(self, verdict: Verdict, *, stop: bool = False) -> Decision:
+        """Give it out and skip the update; or stop, as the configuration says, or if `stop`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Decide:
     """What becomes of a verdict.
@@ -39,7 +62,7 @@ class Decide:
     """
 
     say: Callable[[Verdict], Decision]
-    fail: Callable[[Verdict], Decision]
+    fail: Fail
 
 
 class Audits:
@@ -58,6 +81,9 @@ class Audits:
         last_clean: Step of the latest clean audit; None before the first, and since one failed.
         armed: Preflight has ended.
         postponed: An audit was due and could not be made: the next step makes up for it.
+        suspects: Devices named since the last clean audit, in words.
+        widespread: More differed than broken devices explain, in a run that was armed, and no audit
+            has been clean since.
     """
 
     def __init__(  # noqa: PLR0913 - the collaborators of an audit, each once
@@ -77,8 +103,13 @@ class Audits:
         self.last_clean: int | None = None
         self.armed = False
         self.postponed = False
+        self.suspects: dict[Device, str] = {}
+        self.widespread = False
         self._missing_since = -1
         self._apart_at: int | None = None
+        self._backoff = Backoff()
+        self._counted, self._left_out = -1, False
+        self._said: tuple[int, ...] = ()
 
     def begin(self) -> None:
         """The run begins: there are no audits, or preflight asks first."""
@@ -93,13 +124,26 @@ class Audits:
     def due(self, step: int) -> bool:
         """Whether `step` is to be audited. The same on every rank."""
         preflight, config = self._preflight, self._config
-        if preflight.coverage is None:
-            return True
         if preflight.coverage is Coverage.OFF:
             return False
-        return self.postponed or audit_due(
+        if self.postponed or (preflight.coverage is None and not preflight.waits):
+            return True
+        due = audit_due(
             step, audit_every=config.audit_every, checkpoint_every=config.checkpoint_every
         )
+        return due and not self._backs_off(step)
+
+    def _backs_off(self, step: int) -> bool:
+        """Whether a due step is left out because replays ended with errors; asked once a step."""
+        if self._counted != step:
+            tries, self._backoff = self._backoff.due()
+            self._counted, self._left_out = step, not tries
+        return self._left_out
+
+    def named(self, verdict: Verdict) -> None:
+        """A check has given its verdict: until an audit is clean, the gate knows the suspects."""
+        for s in verdict.suspects:
+            self.suspects[s.device] = f"rank {s.rank} on {s.node} ({s.gpu})"
 
     @property
     def deterministic(self) -> bool:
@@ -116,6 +160,18 @@ class Audits:
         """Whether replays run no collective; None before preflight has looked."""
         looked = self._preflight.coverage is not None and not self._off
         return self._preflight.local if looked else None
+
+    def gate_facts(self) -> AuditedFacts:
+        """What the gate has to know of the audits."""
+        off = self._preflight.coverage is Coverage.OFF
+        return {
+            "last_clean_audit_step": self.last_clean,
+            "preflighted": self.armed or self.widespread,
+            "audits_on": self.widespread or not off,
+            "suspects": tuple(self.suspects.values()),
+            "widespread": self.widespread,
+            "differing": self._preflight.differing,
+        }
 
     def obstacle(self, window: StepWindow) -> str:
         """Why the step of this rank cannot be audited, or ""; preflight judges obstacles itself."""
@@ -156,10 +212,14 @@ class Audits:
         if not equal:
             return self._apart(step)
         if self._preflight.coverage is None:
+            self.postponed = False
             with self._reporter.timed(Check.REPLAY, Phase.REPLAY):
                 go_on = self._preflight.run(step, own)
+            self._say_who_differs(step)
             if not go_on:
-                if self._preflight.coverage is not None:
+                if self.widespread and self._preflight.coverage is Coverage.OFF:
+                    self._preflight.restart(wait=True)  # until the ring has been clean once
+                elif self._preflight.coverage is not None:
                     self._arm()
                 return Decision(audited=True)
         return self._audit(step, own)
@@ -181,6 +241,18 @@ class Audits:
             return Decision(audited=True)
         return self._decide.say(self._reporter.verdicts.not_run(step, _PERTURBED))
 
+    def _say_who_differs(self, step: int) -> None:
+        """Once for each set of ranks that make something else of the common micro-batch."""
+        preflight = self._preflight
+        common = preflight.common
+        if common is None:
+            return
+        everybody = tuple(range(self._exchange.world_size))
+        ranks = everybody if common.sides else preflight.differing
+        if ranks and ranks != self._said:
+            self._decide.say(self._reporter.verdicts.differs(step, common, ranks[:LISTED]))
+        self._said = ranks
+
     def _not_recorded(self, window: StepWindow) -> Decision:
         self.postponed = True
         step = window.step
@@ -188,7 +260,7 @@ class Audits:
         reasons = missing_ranks(self._exchange, f"the audit of step {step}", why)
         again, self._missing_since = self._missing_since == step - 1, step
         if again:  # said at the first of them; the rest is counted
-            self._reporter.window.counts[(Check.REPLAY, Outcome.NOT_RUN)] += 1
+            self._reporter.counted(Check.REPLAY, Outcome.NOT_RUN)
             return Decision()
         return self._decide.say(self._reporter.verdicts.without_record(step, reasons))
 
@@ -200,34 +272,75 @@ class Audits:
         result = self._ring.run(step, own)
         self._reporter.audited(result.total, result.comparisons, result.seconds)
         outcome = result.judgement.outcome
-        if not self.armed:
-            if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC):
-                preflight.decide(*ring_coverage(result))
-                self._arm()
-                return Decision(audited=True)
-            self._arm()
-        if outcome is Outcome.PASS:
-            self._clean(step)
+        if preflight.coverage is None and self._first_ring(result):
             return Decision(audited=True)
-        if outcome is not Outcome.NOT_RUN:
-            # What was saved since the last clean audit may hold what this one has found.
-            self.last_clean = None
-            self._gate.forget()
         verdict = self._reporter.verdicts.replay(step, result)
-        if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC):
-            self._ask_again(verdict)
-        self.postponed = outcome is Outcome.NOT_RUN
-        decision = self._decide.fail(verdict) if verdict.failed else self._decide.say(verdict)
-        return replace(decision, audited=True)
+        if outcome in (Outcome.PASS, Outcome.DIFFERS):
+            self._clean(step, verdict)
+            return Decision(audited=True)
+        if outcome is Outcome.NOT_RUN:
+            return replace(self._not_run(verdict), audited=True)
+        self._backoff = self._backoff.succeeded()
+        # What was saved since the last clean audit may hold what this one has found.
+        self.last_clean = None
+        self._gate.forget()
+        return replace(self._judged(verdict), audited=True)
 
-    def _clean(self, step: int) -> None:
-        reporter = self._reporter
-        reporter.passed(Check.REPLAY)
+    def _first_ring(self, result: AuditResult) -> bool:
+        """One of the first audits; whether it ended preflight without full coverage."""
+        preflight, outcome = self._preflight, result.judgement.outcome
+        again = self.widespread and outcome is Outcome.WIDESPREAD
+        if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC) and not again:
+            preflight.decide(*ring_coverage(result))
+            self._arm()
+            return True
+        preflight.ringed(outcome)
+        if preflight.coverage is not None:
+            self._arm()
+        return False
+
+    def _not_run(self, verdict: Verdict) -> Decision:
+        """Replays ended with errors: ever fewer due steps try again; the first error is told."""
+        self._backoff = self._backoff.failed()
+        if self._backoff.alarms:
+            return self._decide.say(verdict)
+        self._reporter.counted(Check.REPLAY, Outcome.NOT_RUN)
+        return Decision()
+
+    def _judged(self, verdict: Verdict) -> Decision:
+        """An audit that compared something was not clean."""
+        outcome, history = verdict.outcome, self._ring.history
+        self.widespread = self.widespread or (self.armed and outcome is Outcome.WIDESPREAD)
+        if outcome in (Outcome.WIDESPREAD, Outcome.NONDETERMINISTIC) or history.asks_for_preflight:
+            self._ask_again(verdict)
+        if not verdict.failed:
+            return self._decide.say(verdict)
+        if often := history.must_stop:
+            reason = (
+                f"{verdict.reason}; {CONFIRMED_TO_STOP} audits in a row have confirmed "
+                f"{list_ranks(often)}, so the run stops"
+            )
+            return self._decide.fail(replace(verdict, reason=reason), stop=True)
+        return self._decide.fail(verdict)
+
+    def _clean(self, step: int, verdict: Verdict) -> None:
+        """Everything matched but ranks that differ from the start, which are left out."""
+        reporter, differing = self._reporter, self._preflight.differing
+        self._backoff = self._backoff.succeeded()
+        self.suspects.clear()
+        self.widespread = False
         self.last_clean = step
         reporter.last_clean_audit = (step, time.time())
-        reporter.audited_ranks = self._exchange.world_size
+        reporter.audited_ranks = self._exchange.world_size - len(differing)
         reporter.steps_at_risk = 0
-        self._gate.confirm(step)
+        if verdict.outcome is Outcome.PASS:
+            reporter.passed(Check.REPLAY)
+            self._gate.confirm(step)
+        elif set(differing) <= set(self._said):
+            reporter.counted(Check.REPLAY, Outcome.DIFFERS, verdict.cause)
+        else:
+            self._decide.say(verdict)
+        self._said = differing
 
     def _arm(self) -> None:
         """Preflight has an answer."""
@@ -236,7 +349,7 @@ class Audits:
         self._reporter.arm(self._preflight, self._reporter.step, observing=observing)
 
     def _ask_again(self, verdict: Verdict) -> None:
-        """The computation does not repeat after all: nobody is blamed until the next preflight."""
+        """What audits can promise is asked again: nobody is blamed until the next preflight."""
         self.armed = False
         self._ring.forget_strikes()
         self._preflight.restart()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from sdcwatch.core.checkpoint import GateDecision
+from sdcwatch.core.checkpoint import GateDecision, is_confirmable
 from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange, gather_json
@@ -71,7 +71,7 @@ class CheckpointGate:
 
     def _allowed(self, step: int, decision: GateDecision, reason: GateReason, path: str) -> None:
         self._emit(step, decision.result, reason, decision.detail, decision.audit_age, path)
-        if decision.result is CheckpointResult.PROVISIONAL:
+        if is_confirmable(decision):
             self._provisional.append((step, path))
 
     def withhold(self, step: int, reason: GateReason, detail: str, audit_age: int | None) -> None:

@@ -375,6 +375,28 @@ def share_bytes(
     return messages
 
 
+def spread(exchange: Exchange, message: torch.Tensor, operation: str) -> torch.Tensor:
+    """The bytes of rank 0 on every rank, along a binomial tree. Every rank calls it.
+
+    Each rank receives once and sends at most log2 of the world size times.
+
+    Args:
+        exchange: Moves them.
+        message: uint8 (n,) on rank 0; of the others it is not looked at.
+        operation: For errors.
+    """
+    me, world, reached = exchange.rank, exchange.world_size, 1
+    while reached < world:
+        sends = me < reached and me + reached < world
+        receives = reached <= me < 2 * reached
+        outgoing = {me + reached: message} if sends else {}
+        incoming = [me - reached] if receives else []
+        received = exchange.route(outgoing, incoming, operation)
+        message = received[me - reached] if receives else message
+        reached *= 2
+    return message
+
+
 class Operation(IntEnum):
     """What a rank is about to do."""
 

@@ -82,7 +82,7 @@ class NonfiniteInvestigation:
         self._tracing = tracing
         self._exchange, self._topology = exchange, topology
         self._replay, self._device = replay, device
-        self._memory = memory or SegmentMemory(topology)
+        self._memory = memory or SegmentMemory()
         self._held: dict[int, list[MicroBatch]] = {}
         self._in_a_row = 0
         self._forbid = False

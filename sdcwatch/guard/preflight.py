@@ -8,20 +8,35 @@ from typing import Any
 
 import torch
 
-from sdcwatch.checks.payload import pack, packed_size
+from sdcwatch.checks.determinism import software_facts
+from sdcwatch.checks.payload import PayloadDamaged, pack, packed_size
 from sdcwatch.checks.replay import ReplayOptions, ReplayResult
 from sdcwatch.checks.serialise import NotTransportable
+from sdcwatch.core.arbitration import error_value
 from sdcwatch.core.disputes import TRACED, Dispute
 from sdcwatch.core.preflight import (
+    ATTEMPTS,
+    COMPARED_NOTHING,
+    CommonJudgement,
+    FirstRings,
     PreflightJudgement,
     SelfAudit,
-    environment_differences,
+    judge_common,
     judge_preflight,
 )
-from sdcwatch.core.records import SHOWN, Coverage
+from sdcwatch.core.records import SHOWN, Coverage, Outcome
+from sdcwatch.core.topology import Topology
 from sdcwatch.core.trace_values import TraceOutcome
-from sdcwatch.guard.exchange import Exchange, gather_json
-from sdcwatch.guard.replay import OwnStep, RingAudit, result_table, table_of
+from sdcwatch.guard.exchange import Exchange, gather_json, spread
+from sdcwatch.guard.replay import (
+    OwnStep,
+    RingAudit,
+    SegmentMemory,
+    pack_or_nothing,
+    result_table,
+    table_of,
+    value_of,
+)
 from sdcwatch.guard.tracing import MakeTrace, Tracing
 
 MIB = 2**20
@@ -36,6 +51,8 @@ class Preflight:
         exchange: Gathers what each rank found.
         replay_packed: Recomputes one micro-batch from its bytes.
         names: Parameter names in the order of the gradient tables.
+        topology: Who is where.
+        memory: Told who has matched and who differs; shared with the audits.
         rounds: Steps on which everything must repeat.
         facts: What decides which kernels run on this rank.
         max_payload_bytes: Largest micro-batch that may travel.
@@ -48,6 +65,8 @@ class Preflight:
         repeats: Recomputations without a mismatch, over all ranks.
         local: No replay has communicated.
         payload_bytes: Bytes of the largest micro-batch of any rank so far.
+        common: What all ranks made of one micro-batch; None before they were asked.
+        waits: The first audits were not clean: the next due step goes on, not the next step.
     """
 
     def __init__(  # noqa: PLR0913 - what a preflight is made of, most of it by name
@@ -56,6 +75,8 @@ class Preflight:
         replay_packed: Callable[[torch.Tensor, ReplayOptions], ReplayResult],
         names: Sequence[str],
         *,
+        topology: Topology,
+        memory: SegmentMemory,
         rounds: int,
         facts: Callable[[], dict[str, str]],
         max_payload_bytes: int,
@@ -66,6 +87,7 @@ class Preflight:
         self._exchange, self._replay_packed = exchange, replay_packed
         self._max_payload_bytes, self._covers = max_payload_bytes, covers
         self._names, self._rounds, self._facts = tuple(names), rounds, facts
+        self._topology, self._memory = topology, memory
         self.coverage: Coverage | None = None
         self.deterministic = False
         self.repeats = 0
@@ -73,12 +95,31 @@ class Preflight:
         self.payload_bytes = 0
         self.reason = ""
         self.notes: tuple[str, ...] = ()
+        self.common: CommonJudgement | None = None
+        self.waits = False
         self._passed = 0
+        self._attempt = 1
+        self._rings = FirstRings()
+        self._idle = 0
 
-    def restart(self) -> None:
-        """Ask again, because an audit found that the computation does not repeat."""
-        self.coverage, self._passed, self.repeats = None, 0, 0
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """Ranks that the audits leave out."""
+        return tuple(sorted(self._memory.history.differing))
+
+    def restart(self, *, wait: bool = False) -> None:
+        """Ask again, because an audit found that the computation does not repeat.
+
+        Args:
+            wait: At the next due step, not at the next step.
+        """
+        self._start_over()
+        self.waits = self.waits or wait
+        self.coverage, self.common = None, None
         self.deterministic = True
+
+    def _start_over(self) -> None:
+        self._passed, self.repeats, self._rings = 0, 0, FirstRings()
 
     def decide(self, coverage: Coverage, reason: str) -> None:
         """End with an answer that was found elsewhere."""
@@ -88,37 +129,93 @@ class Preflight:
         """One preflight step. Every rank calls it with its own step's results.
 
         Returns:
-            Whether an audit over the ring is worth making on this step.
+            Whether an audit over the ring is worth making on this step; tell `ringed` what it came
+            to.
         """
         operation = f"the preflight of step {step}"
-        audit = asdict(self._audit(own))
-        message = {"audit": audit, "bytes": self.payload_bytes, "facts": self._facts()}
+        message = {"audit": asdict(self._audit(own)), "bytes": self.payload_bytes}
         rows = gather_json(self._exchange, message, operation)
-        differences = environment_differences([row["facts"] for row in rows])
-        if differences:
-            self.decide(Coverage.OFF, "ranks run different software: " + "; ".join(differences))
-            return False
         audits = [SelfAudit(**_tuples(row["audit"])) for row in rows]
         audits = self._traced(audits, own, operation)
         self.local = self.local and not any(audit.collectives for audit in audits)
         self.payload_bytes = max(row["bytes"] for row in rows)
-        return self._take(judge_preflight(audits, deterministic=self.deterministic))
+        judgement = judge_preflight(
+            audits,
+            deterministic=self.deterministic,
+            topology=self._topology,
+            attempt=self._attempt,
+        )
+        return self._take(judgement) and self._same_everywhere(own, operation)
+
+    def ringed(self, outcome: Outcome) -> None:
+        """The first audits over the ring: coverage is full after two in a row without a mismatch.
+
+        A device that is named is evidence that everything else repeats, and ends it too.
+        """
+        self._rings = self._rings.after(outcome)
+        self._idle = self._idle + 1 if outcome in COMPARED_NOTHING else 0
+        self.waits = not self._rings.clean and not 0 < self._idle < ATTEMPTS
+        named = outcome is Outcome.SUSPECT
+        if self._passed >= self._rounds and (self._rings.enough or named):
+            kernels = "deterministic kernels" if self.deterministic else "your own kernels"
+            self.notes = (*self.notes, *self._said_of_the_payload())
+            self.decide(
+                Coverage.FULL,
+                f"step and replay are equal bit for bit on {self._passed} steps, with {kernels}",
+            )
+
+    def _same_everywhere(self, own: OwnStep, operation: str) -> bool:
+        """Every rank replays the micro-batch of rank 0, once; whether audits can be made."""
+        if self.common is not None:
+            return True
+        message = pack_or_nothing(own.micro_batch)
+        value, voteless = self._common_value(spread(self._exchange, message, operation))
+        here = {**self._facts(), **_at_the_call(own)}
+        told = {"value": value, "voteless": voteless, "facts": here, "more": dict(software_facts())}
+        rows = gather_json(self._exchange, told, operation)
+        # A replay that a thread disturbed, and that came to what another has, was not.
+        sound = {row["value"] for row in rows if not row["voteless"]}
+        self.common = common = judge_common(
+            [r["value"] if not r["voteless"] or r["value"] in sound else None for r in rows],
+            [{**row["facts"], **row["more"]} for row in rows],
+            self._topology,
+            deciding={name for row in rows for name in row["facts"]},
+        )
+        self._memory.compared(common)
+        if common.coverage is not None:
+            self.decide(common.coverage, common.reason)
+            return False
+        if self.differing:
+            self.notes = tuple(dict.fromkeys((*self.notes, common.reason)))
+        return True
+
+    def _common_value(self, message: torch.Tensor) -> tuple[str | None, bool]:
+        """What this rank makes of a micro-batch, and whether a thread has disturbed it."""
+        try:
+            result = self._replay_packed(message, ReplayOptions(any_environment=True))
+        except PayloadDamaged:
+            return None, False
+        if result.not_run:
+            return None, False
+        if result.error:
+            return error_value(result.error), False
+        return value_of(table_of(result, gradients=True)), bool(result.disturbed)
 
     def _take(self, judgement: PreflightJudgement) -> bool:
         self.notes = tuple(dict.fromkeys((*self.notes, *judgement.notes)))
+        if judgement.out_of_memory:
+            self._attempt += 1
+            return False
+        self._attempt = 1
         if judgement.coverage is None:
-            self.deterministic, self._passed, self.repeats = True, 0, 0
+            self._start_over()
+            self.deterministic = True
             return False
         if judgement.coverage is not Coverage.FULL:
             self.decide(judgement.coverage, judgement.reason)
             return False
         self._passed += 1
         self.repeats += 2 * self._exchange.world_size
-        if self._passed < self._rounds:
-            return False
-        kernels = "deterministic kernels" if self.deterministic else "your own kernels"
-        self.notes = (*self.notes, *self._said_of_the_payload())
-        self.decide(Coverage.FULL, f"{judgement.reason} on {self._passed} steps, with {kernels}")
         return True
 
     def _traced(self, audits: Sequence[SelfAudit], own: OwnStep, operation: str) -> list[SelfAudit]:
@@ -182,6 +279,13 @@ class Preflight:
 def _tuples(row: dict[str, Any]) -> dict[str, Any]:
     """The fields of a record from JSON, which knows no tuples."""
     return {name: tuple(v) if isinstance(v, list) else v for name, v in row.items()}
+
+
+def _at_the_call(own: OwnStep) -> dict[str, str]:
+    """Switches at the call of the step that decide bits; hooks on saved tensors may be exact."""
+    calls = own.micro_batch.calls
+    environment = calls[0].environment if calls else {}
+    return {name: value for name, value in environment.items() if name != "saved_tensor_hooks"}
 
 
 def _too_large(size: int, limit: int) -> str:

@@ -25,7 +25,7 @@ from sdcwatch.checks.serialise import NotTransportable
 from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.disputes import conclude_audit, plan_audit_traces
 from sdcwatch.core.history import History
-from sdcwatch.core.preflight import environment_differences
+from sdcwatch.core.preflight import CommonJudgement, environment_differences
 from sdcwatch.core.records import SHOWN, Comparison, Phase
 from sdcwatch.core.replay import (
     AuditFacts,
@@ -85,6 +85,7 @@ class AuditResult:
         total: Comparisons made.
         notes: What ranks do not repeat, and differences between environments.
         seconds: Wall time per phase on this rank.
+        separating: Facts that separate ranks that differ from the start.
     """
 
     judgement: AuditJudgement
@@ -92,6 +93,7 @@ class AuditResult:
     total: int
     notes: tuple[str, ...] = ()
     seconds: dict[Phase, float] = field(default_factory=dict)
+    separating: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +145,17 @@ class SegmentMemory:
 
     Attributes:
         history: Replaced after each check, with the same value on every rank.
+        separating: Facts that separate the ranks that differ from the others.
     """
 
-    def __init__(self, topology: Topology) -> None:
-        # Preflight has compared every rank with its own replay, not yet with each other.
-        self.history = History(matched=frozenset(range(topology.world_size)))
+    def __init__(self) -> None:
+        self.history = History()
+        self.separating: tuple[str, ...] = ()
+
+    def compared(self, common: CommonJudgement) -> None:
+        """All ranks have replayed one micro-batch."""
+        self.separating = common.separating
+        self.history = self.history.compared(matched=common.matched, differing=common.differing)
 
 
 class RingAudit:
@@ -172,7 +180,7 @@ class RingAudit:
         policy: AuditPolicy,
         memory: SegmentMemory | None = None,
     ) -> None:
-        self.memory = memory or SegmentMemory(topology)
+        self.memory = memory or SegmentMemory()
         self._exchange, self._topology, self._replay = exchange, topology, replay
         self._names, self._device = tuple(names), policy.device
         self._quorum, self._seed, self._facts = policy.quorum, policy.seed, policy.facts
@@ -205,9 +213,15 @@ class RingAudit:
             trouble = self._exchange.max_int64s((int(not finding.matches),), operation)[0]
             if not trouble:
                 world = self._topology.world_size
-                facts = AuditFacts(comparisons_total=world, pairing=pairing)
+                facts = AuditFacts(
+                    comparisons_total=world,
+                    pairing=pairing,
+                    separating=self.memory.separating,
+                )
                 judgement = judge_audit(facts, self._topology, history=self.history)
-                result = AuditResult(judgement, (), world, seconds=dict(self._seconds))
+                result = AuditResult(
+                    judgement, (), world, (), dict(self._seconds), self.memory.separating
+                )
             else:
                 facts, result = self._blame(finding, pairing, own, operation)
             self.memory.history = remember(
@@ -291,6 +305,7 @@ class RingAudit:
             mismatches=tuple(f.as_mismatch for f in findings if not (f.matches or f.transport)),
             transport=tuple(sorted(f.producer for f in findings if f.transport)),
             pairing=pairing,
+            separating=self.memory.separating,
         )
         notes: list[str] = []
         usable = usable_facts(facts, self.history)
@@ -318,7 +333,12 @@ class RingAudit:
             self._record(f, facts.arbitration, judgement) for f in findings if not f.matches
         )[:COMPARISONS_SHOWN]
         result = AuditResult(
-            judgement, comparisons, len(findings), tuple(notes), dict(self._seconds)
+            judgement,
+            comparisons,
+            len(findings),
+            tuple(notes),
+            dict(self._seconds),
+            self.memory.separating,
         )
         return facts, result
 

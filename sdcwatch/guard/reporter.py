@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from sdcwatch.core.fingerprint import FingerprintJudgement
 from sdcwatch.core.nonfinite import NonfiniteJudgement
 from sdcwatch.core.outcomes import MEANINGS, is_alarm
+from sdcwatch.core.preflight import CommonJudgement
 from sdcwatch.core.records import (
     SHOWN,
     Action,
@@ -84,13 +85,18 @@ class Answer(Protocol):
     repeats: int
     notes: tuple[str, ...]
 
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """Ranks that the audits leave out."""
+        ...
+
 
 class Window:
     """What happened since the last `Progress` record."""
 
     def __init__(self, first_step: int) -> None:
         self.first_step = first_step
-        self.counts: Counter[tuple[Check, Outcome]] = Counter()
+        self.counts: Counter[tuple[Check, Outcome, Cause]] = Counter()
         self.durations: dict[tuple[Check, Phase], list[float]] = defaultdict(list)
         self.overhead: dict[str, float] = defaultdict(float)
         self.comparisons = 0
@@ -159,7 +165,11 @@ class Reporter:
 
     def passed(self, check: Check) -> None:
         """Count a pass."""
-        self.window.counts[(check, Outcome.PASS)] += 1
+        self.counted(check, Outcome.PASS)
+
+    def counted(self, check: Check, outcome: Outcome, cause: Cause = Cause.NONE) -> None:
+        """Count what needs no record of its own: a pass, or what a verdict has said before."""
+        self.window.counts[(check, outcome, cause)] += 1
 
     def stepped(self, seconds: float, *, audit: bool) -> None:
         """Count a finished step and its wall time; emit progress when it is due."""
@@ -217,6 +227,9 @@ class Reporter:
         )
         if coverage is not Coverage.FULL:
             self.enter(GuardState.DEGRADED, f"audit coverage is {coverage.value}")
+        elif preflight.differing:
+            left_out = list_ranks(preflight.differing)
+            self.enter(GuardState.DEGRADED, f"the audits leave out {left_out}")
         elif observing:
             self.enter(GuardState.OBSERVING, "reporting only")
         else:
@@ -255,7 +268,8 @@ class Reporter:
             time=time.time(),
             first_step=min(window.first_step, self.step),
             counts=tuple(
-                Count(check=c, outcome=o, count=n) for (c, o), n in sorted(window.counts.items())
+                Count(check=c, outcome=o, count=n, cause=why)
+                for (c, o, why), n in sorted(window.counts.items())
             ),
             comparisons=window.comparisons,
             output_mismatches=window.output_mismatches,
@@ -371,7 +385,9 @@ def level_of(record: Record) -> int:
     return logging.INFO
 
 
-"""Outcomes of check 2 after which the update goes ahead: no evidence that it is wrong."""
+def cause_of_differing(separating: Sequence[str]) -> Cause:
+    """Why ranks differ from the start: software, as soon as a fact separates them."""
+    return Cause.SOFTWARE if separating else Cause.UNKNOWN
 
 
 class VerdictBuilder:
@@ -420,6 +436,9 @@ class VerdictBuilder:
         judgement = result.judgement
         # Software that computes something else on a rank is no wrong number of that rank's.
         failed = MEANINGS[judgement.outcome].failed and judgement.cause is not Cause.SOFTWARE
+        cause = judgement.cause
+        if judgement.outcome is Outcome.DIFFERS and cause is Cause.NONE:
+            cause = cause_of_differing(result.separating)
         return Verdict(
             step=step,
             time=time.time(),
@@ -433,8 +452,26 @@ class VerdictBuilder:
             comparisons=result.comparisons,
             comparisons_total=result.total,
             notes=result.notes,
-            cause=judgement.cause,
+            cause=cause,
             operator=judgement.operator,
+        )
+
+    def differs(self, step: int, common: CommonJudgement, ranks: Sequence[int]) -> Verdict:
+        """Preflight: ranks make something else of the same micro-batch.
+
+        Args:
+            step: The step.
+            common: What all ranks made of it.
+            ranks: Those that are left out, or every side where there is no majority.
+        """
+        return Verdict(
+            step=step,
+            time=time.time(),
+            check=Check.REPLAY,
+            outcome=Outcome.DIFFERS,
+            reason=common.reason,
+            cause=cause_of_differing(common.separating),
+            ranks=tuple(ranks),
         )
 
     def not_run(self, step: int, reason: str, *, outcome: Outcome = Outcome.NOT_RUN) -> Verdict:

@@ -51,7 +51,7 @@ from sdcwatch.guard.guarded import (
 from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
 from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation, loss_scale
 from sdcwatch.guard.preflight import Preflight, ReplayCheck
-from sdcwatch.guard.replay import AuditPolicy, RingAudit
+from sdcwatch.guard.replay import AuditPolicy, RingAudit, SegmentMemory
 from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
 from sdcwatch.guard.step import StepController
 from sdcwatch.guard.tracing import Tracing
@@ -283,18 +283,21 @@ def _replay_check(
     rounds = config.preflight_micro_batches
     trace = partial(disputed_trace, replayer)
     policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts, trace)
+    memory = SegmentMemory()
     return ReplayCheck(
         Preflight(
             exchange,
             replayer.run_packed,
             names,
+            topology=meeting.topology,
+            memory=memory,
             rounds=rounds,
             facts=facts,
             max_payload_bytes=config.max_payload_mb * MIB,
             covers=replayer.caller.covers,
             trace=partial(repeated_trace, replayer, repeats=REPEATS),
         ),
-        RingAudit(exchange, meeting.topology, replayer.run, names, policy=policy),
+        RingAudit(exchange, meeting.topology, replayer.run, names, policy=policy, memory=memory),
         meeting.audits_off,
     )
 

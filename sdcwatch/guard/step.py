@@ -252,18 +252,19 @@ class StepController:
             return Decision()
         return self._failed(self._reporter.verdicts.nonfinite(window.step, judgement))
 
-    def _failed(self, verdict: Verdict) -> Decision:
+    def _failed(self, verdict: Verdict, *, stop: bool = False) -> Decision:
         """Check 1 or 2 failed: skip, stop, or only say so."""
         config = self._config
         if config.mode == "observe":
             return self._say(verdict)
-        if config.on_failure == "stop" and not Decision(verdict=verdict).scaling:
+        if (stop or config.on_failure == "stop") and not Decision(verdict=verdict).scaling:
             verdict = replace(verdict, action=Action.STOP)
         return replace(self._say(verdict), skip=True)
 
     def _say(self, verdict: Verdict) -> Decision:
         self.last_verdict = verdict
         self._reporter.emit(verdict)
+        self.audits.named(verdict)
         return Decision(verdict=verdict)
 
     def _carry_out(self, decision: Decision) -> None:
@@ -345,6 +346,7 @@ class StepController:
         self.settle()
         self.step += 1
         self._reporter.step = self.step
+        self.audits.due(self.step)  # counts it, as the ranks that train do
 
     # --- leaving ---
 

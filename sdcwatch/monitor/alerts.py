@@ -132,7 +132,8 @@ def _findings(scope: Scope, limits: Thresholds) -> tuple[Alert, ...]:
             summary="Results differ between ranks and no device can be named.",
             text=(
                 "{run}: the {label:check} check came to {label:outcome}{check_step}. Something is "
-                "wrong, and the facts name nobody. " + _NEXT
+                "wrong, and the facts name nobody. If it is differs, compare the software of the "
+                "ranks in the verdict first, then take their devices for broken. " + _NEXT
             ),
         ),
         Alert(
@@ -172,10 +173,11 @@ def _findings(scope: Scope, limits: Thresholds) -> tuple[Alert, ...]:
             name="SdcwatchSoftwareDivergence",
             expr=software(scope, limits),
             severity="warning",
-            summary="Replicas are made to differ by software, not by a GPU.",
+            summary="Ranks are made to differ by software, not by a GPU.",
             text=(
                 "{run}: the {label:check} check came to {label:outcome}{check_step}, because of "
-                "software. This is a bug in the training loop and names no GPU. " + _NEXT
+                "software: a bug in the training loop or, if it is differs, other software on the "
+                "ranks in the verdict. It names no GPU. " + _NEXT
             ),
         ),
         Alert(

@@ -251,7 +251,7 @@ class RecordMetrics:
                 entry.count,
                 check=entry.check,
                 outcome=entry.outcome,
-                cause=Cause.NONE,
+                cause=entry.cause,
             )
         yield _m(catalog.COMPARISONS, record.comparisons)
         yield _m(catalog.MISMATCHES, record.output_mismatches, kind="output")

@@ -140,12 +140,41 @@ def test_without_a_majority_nobody_differs_and_the_audits_are_off(values, topolo
     assert "not the same function on every rank" in judgement.reason
 
 
-def test_an_error_is_no_side(topology):
-    values = ["x"] * 5 + [error_value("OOM")]
+def test_a_rank_that_raises_where_the_others_do_not_is_left_out_with_its_words(topology):
+    values = ["x"] * 5 + [error_value("RuntimeError: one output")]
     judgement = judge_common(values, [HERE] * 6, topology("3x2"))
-    assert (judgement.matched, judgement.differing) == ((0, 1, 2, 3, 4), ())
+    assert (judgement.matched, judgement.differing) == ((0, 1, 2, 3, 4), (5,))
+    assert "the replay on rank 5 ended with RuntimeError: one output" in judgement.reason
     none = judge_common([error_value("OOM")] * 6, [HERE] * 6, topology("3x2"))
-    assert none.coverage is Coverage.OFF
+    assert (none.coverage, none.differing) == (Coverage.OFF, ())
+    assert none.reason == "no rank could replay the common micro-batch: OOM"
+
+
+def test_a_rank_that_could_not_be_asked_is_on_neither_side(topology):
+    judgement = judge_common(["x"] * 5 + [None], [HERE] * 6, topology("3x2"))
+    assert (judgement.matched, judgement.differing) == ((0, 1, 2, 3, 4), ())
+    assert judgement.coverage is None
+
+
+def test_a_rank_with_other_kernels_is_left_out_though_this_micro_batch_came_out_equal(topology):
+    facts = [{**HERE, "threads": "2"} if r == 4 else HERE for r in range(6)]
+    judgement = judge_common(["x"] * 6, facts, topology("3x2"), deciding=("threads", "torch"))
+    assert (judgement.differing, judgement.coverage) == ((4,), None)
+    assert judgement.reason.startswith("rank 4 runs in another environment than ranks 0, 1, 2, 3")
+    assert "threads differs" in judgement.separating[0]
+    told = judge_common(["x"] * 6, facts, topology("3x2"))
+    assert told.differing == ()
+    halves = [{**HERE, "threads": str(r % 2)} for r in range(6)]
+    none = judge_common(["x"] * 6, halves, topology("3x2"), deciding=("threads",))
+    assert (none.coverage, none.differing) == (Coverage.OFF, ())
+    assert "run in other environments; threads differs" in none.reason
+
+
+def test_a_fact_in_which_everybody_differs_from_everybody_separates_nobody():
+    each = [{"string_hash": str(r)} for r in range(6)]
+    assert separating_facts(each, {3}) == ()
+    one = [{"string_hash": "a" if r == 3 else "b"} for r in range(6)]
+    assert separating_facts(one, {3}) != ()
 
 
 def test_texts_about_environments_stay_short():

@@ -28,7 +28,7 @@ GRAPHS: dict[str, dict[str, bool]] = {
     "static_graph": {"static_graph": True},
     "find_unused": {"find_unused_parameters": True},
 }
-AUDITS = 3  # the second step of preflight, then steps 4 and 5
+AUDITS = 4  # both steps of preflight, then steps 4 and 5
 GUARD = {"audit_every": 2, "fingerprint_every": 2, "checkpoint_every": STEPS}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),

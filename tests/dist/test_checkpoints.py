@@ -102,7 +102,7 @@ def test_a_checkpoint_is_saved_at_a_clean_audit_and_provisional_until_the_next(
     saved, told = rows[0]
     assert saved == [False, True, True, True, True, True]
     assert told == [
-        (1, "withheld", "not_preflighted", None),
+        (1, "withheld", "not_preflighted", 0),
         (2, "saved", "ok", 0),
         (3, "provisional", "ok", 1),
         (3, "confirmed", "ok", 0),  # by the audit of step 4

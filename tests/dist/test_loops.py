@@ -138,7 +138,7 @@ def test_a_weighted_sum_of_two_losses_is_audited_as_one_backward(
 ) -> None:
     row = pool.run(summed, WORLD, str(tmp_path))[0]
     assert (row["verdicts"], row["coverage"]) == ([], ["full"])
-    assert row["comparisons"] == 3 * WORLD  # the second preflight step, then steps 4 and 8
+    assert row["comparisons"] == 4 * WORLD  # both preflight steps, then steps 4 and 8
 
 
 class OutOfLuck(RuntimeError):
@@ -198,7 +198,7 @@ def test_a_failed_audit_leaves_nothing_to_be_confirmed_by_the_next_clean_one(
 ) -> None:
     assert pool.run(audited_twice, WORLD, str(tmp_path))[0] == [
         (6, "provisional", "ok"),
-        (9, "withheld", "no_audit"),  # the audit of step 8 failed
+        (9, "withheld", "suspect"),  # named by the audit of step 8
         (12, "saved", "ok"),
     ]
 

@@ -511,28 +511,38 @@ def test_a_computation_that_seldom_repeats_names_nobody(
     assert [v for v in left["verdicts"] if v[3] or v[2] == "suspect"] == []
 
 
-def in_another_environment(rank: int, group: Any, run_dir: str) -> dict[str, Any]:
+def in_another_environment(rank: int, group: Any, run_dir: str, fact: str) -> dict[str, Any]:
     loop = Loop(rank, group, run_dir)
     loop.start()
-    torch.set_num_threads(2 if rank == 1 else 1)
+    if fact == "threads":
+        torch.set_num_threads(2 if rank == 1 else 1)
+    else:
+        torch.set_flush_denormal(rank == 1)
     try:
-        loop.run(4)
+        loop.run(6)
     finally:
         torch.set_num_threads(1)
+        torch.set_flush_denormal(False)
     return loop.finished()
 
 
-def test_ranks_in_different_environments_are_not_audited_and_nobody_is_blamed(
-    pool: GlooPool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("fact", "said"),
+    [
+        ("threads", "threads differs: '1' on ranks 0 and 2, '2' on rank 1"),
+        ("denormals", "flush_denormal differs: 'False' on ranks 0 and 2, 'True' on rank 1"),
+    ],
+)
+def test_a_rank_in_another_environment_differs_with_the_fact_that_separates_it(
+    pool: GlooPool, tmp_path: Path, fact: str, said: str
 ) -> None:
-    left = same(pool.run(in_another_environment, WORLD, str(tmp_path)))
-    assert left["preflight"] == [
-        (
-            Coverage.OFF,
-            "ranks run different software: threads differs: '1' on ranks 0 and 2, '2' on rank 1",
-        )
+    left = same(pool.run(in_another_environment, WORLD, str(tmp_path), fact))
+    assert [coverage for coverage, _ in left["preflight"]] == [Coverage.FULL]
+    assert [(step, check, outcome) for step, check, outcome, *_ in left["verdicts"]] == [
+        (1, "replay", "differs")
     ]
-    assert left["verdicts"] == []
+    assert said in left["reasons"][0]
+    assert left["audited"]
 
 
 def with_nan(rank: int, group: Any, run_dir: str, source: str, when: tuple[int, ...]) -> Any:

@@ -265,7 +265,7 @@ def both(rank: int, group: Any, run_dir: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "audits"), [("nanoGPT", 10, 4), ("imagenet", 8, 3), ("multigpu", 8, 3)]
+    ("name", "steps", "audits"), [("nanoGPT", 10, 5), ("imagenet", 8, 4), ("multigpu", 8, 4)]
 )
 def test_a_script_with_three_lines_added_is_covered_in_full_and_trains_the_same_weights(
     pool: GlooPool, tmp_path: Path, name: str, steps: int, audits: int

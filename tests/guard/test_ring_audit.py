@@ -15,9 +15,10 @@ import torch
 
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.replay import ReplayOptions, ReplayResult
+from sdcwatch.core.history import History
 from sdcwatch.core.records import Outcome
 from sdcwatch.core.topology import RankInfo, Topology, draw_pairing
-from sdcwatch.guard.replay import AuditPolicy, AuditResult, OwnStep, RingAudit
+from sdcwatch.guard.replay import AuditPolicy, AuditResult, OwnStep, RingAudit, SegmentMemory
 from sdcwatch.testing import ThreadExchange, ThreadHub, run_threads
 
 LAYOUTS = {"3x1": (1, 1, 1), "3x2": (2, 2, 2), "2+2+1": (2, 2, 1)}
@@ -34,6 +35,13 @@ def topology_of(layout: str) -> Topology:
             for r, n in enumerate(nodes)
         )
     )
+
+
+def everybody_matched(topology: Topology) -> SegmentMemory:
+    """What preflight leaves where all ranks made the same of a common micro-batch."""
+    memory = SegmentMemory()
+    memory.history = History(matched=frozenset(range(topology.world_size)))
+    return memory
 
 
 def micro_batch(producer: int) -> MicroBatch:
@@ -78,6 +86,7 @@ def audit(
     *,
     step: int = 1,
     quorum: int = 2,
+    matched: bool = True,
     exchange: Callable[[ThreadExchange], ThreadExchange] = lambda e: e,
 ) -> tuple[list[AuditResult], list[list[str]]]:
     """One audit; every rank's result, and the calls that it made to the exchange."""
@@ -93,6 +102,7 @@ def audit(
             lambda m, options: faults.replay(own.rank, m),
             NAMES,
             policy=AuditPolicy(CPU, quorum=quorum),
+            memory=everybody_matched(topology) if matched else SegmentMemory(),
         )
         return ring.run(step, faults.step(own.rank)), own.calls
 
@@ -130,6 +140,14 @@ def test_a_rank_that_is_wrong_in_both_of_its_comparisons_is_named(layout: str, r
     assert set(named.partners) == {pairing.replayer[rank], pairing.producer[rank]}
     assert {c.wrong for c in result.comparisons} == {(rank,)}
     assert {c.tensors for c in result.comparisons} == {("head",)}
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_a_rank_that_has_never_matched_differs_and_is_no_suspect(rank: int) -> None:
+    faults = Faults(own={rank: 5}, replays={rank: 9})
+    judgement = agreed(audit("3x2", faults, matched=False)[0]).judgement
+    assert (judgement.outcome, judgement.named) == (Outcome.DIFFERS, ())
+    assert judgement.differing == (rank,)
 
 
 @pytest.mark.parametrize(("layout", "rank"), every_rank())
@@ -274,7 +292,8 @@ def noisy_audits(layout: str, probability: float, audits: int) -> list[tuple[Out
         def replay(of: MicroBatch, options: ReplayOptions) -> ReplayResult:
             return ReplayResult(*results(int(of.signatures), noise.error()))
 
-        ring = RingAudit(exchange, topology, replay, NAMES, policy=AuditPolicy(CPU))
+        memory = everybody_matched(topology)
+        ring = RingAudit(exchange, topology, replay, NAMES, policy=AuditPolicy(CPU), memory=memory)
         said = []
         for step in range(1, audits + 1):
             own = OwnStep(micro_batch(exchange.rank), *results(exchange.rank, noise.error()))

@@ -12,10 +12,11 @@ from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.replay import ReplayOptions, ReplayResult
 from sdcwatch.core.disputes import Dispute
 from sdcwatch.core.records import Coverage
+from sdcwatch.core.topology import RankInfo, Topology
 from sdcwatch.core.trace_values import Operation, Place, Trace, TraceFinding, TraceOutcome, Value
 from sdcwatch.guard.exchange import share_bytes
 from sdcwatch.guard.preflight import Preflight
-from sdcwatch.guard.replay import OwnStep
+from sdcwatch.guard.replay import OwnStep, SegmentMemory
 from sdcwatch.guard.tracing import Tracing
 from sdcwatch.testing import ThreadExchange, run_threads
 
@@ -136,6 +137,8 @@ def test_preflight_says_on_every_rank_which_operation_does_not_repeat() -> None:
             exchange,
             replay,
             ("weight",),
+            topology=where,
+            memory=SegmentMemory(),
             rounds=1,
             facts=dict,
             max_payload_bytes=1 << 20,
@@ -146,6 +149,12 @@ def test_preflight_says_on_every_rank_which_operation_does_not_repeat() -> None:
             preflight.run(step, own)
         return preflight, len(asked)
 
+    where = Topology(
+        tuple(
+            RankInfo(rank=r, node=f"n{r}", host="h", local_rank=0, pid=r, instance_id=f"i{r}")
+            for r in range(3)
+        )
+    )
     rows = run_threads(3, body)
     assert [asked for _, asked in rows] == [2, 2, 0]
     for preflight, _ in rows:
