@@ -25,7 +25,7 @@ from sdcwatch.errors import ConfigurationError, CorruptionDetected, RankGone, Sd
 from sdcwatch.guard.checkpoint import require_place
 from sdcwatch.guard.exchange import Operation, agree
 from sdcwatch.guard.join import JoinableGuard
-from sdcwatch.guard.optimizer import OptimizerHooks
+from sdcwatch.guard.optimizer import Adoption, OptimizerHooks
 from sdcwatch.guard.reporter import LOG
 from sdcwatch.guard.setup import assemble, register_hook
 
@@ -93,6 +93,12 @@ class Guard(JoinableGuard):
         self._replicas, self._steps = made.replicas, made.steps
         self._capture, self._close_console = made.capture, made.close_console
         self._hooks = [OptimizerHooks(one, self._steps) for one in made.guarded.optimizers]
+        self._adoption = Adoption(
+            made.guarded.named,
+            self._hooks,
+            self._steps,
+            lambda text: self._reporter.note_once("optimizer_found", text),
+        )
         self._steps.recover = self._recover
         atexit.register(self._at_exit)
         try:
@@ -273,6 +279,7 @@ class Guard(JoinableGuard):
             self._closed = True
             atexit.unregister(self._at_exit)
             self._steps.abandon()
+            self._adoption.remove()
             for hooks in self._hooks:
                 hooks.remove()
             self._capture.detach()

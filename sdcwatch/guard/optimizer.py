@@ -7,12 +7,14 @@ zeroed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.fingerprint import combine, digest_tensors
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 
@@ -57,6 +59,8 @@ def _wrapped(optimizer: Any) -> Any | None:
 
 
 class _Session(Protocol):
+    optimizers: list[torch.optim.Optimizer]
+
     def update_is_skipped(self) -> bool: ...
 
     def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None: ...
@@ -67,6 +71,90 @@ class _Saved:
     gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
     numbers: list[dict[str, Any]] = field(default_factory=list)
     digest: tuple[int, ...] | None = None
+    whole: _Snapshot | None = None
+
+
+class _Snapshot:
+    """Weights, state and plain attributes of an optimizer, to be put back after a skipped step.
+
+    Somebody else's optimizer may move weights without a gradient, as Lookahead does every k steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._weights = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
+        self._state = {key: _copied(values) for key, values in optimizer.state.items()}
+        self._numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for parameter, weight in self._weights:
+            parameter.copy_(weight)
+        state = self._optimizer.state
+        for key in [k for k in state if k not in self._state]:
+            del state[key]
+        for key, values in self._state.items():
+            state[key] = values
+        vars(self._optimizer).update(self._numbers)
+
+
+def _copied(values: Any) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values.detach().clone()
+    if isinstance(values, dict):
+        return {key: _copied(value) for key, value in values.items()}
+    return list(values) if isinstance(values, list) else values
+
+
+class Adoption:
+    """Guards optimizers that `init` was not given, as soon as they step a guarded parameter.
+
+    A warm restart makes a new one; a second one may update the rest of the parameters.
+
+    Args:
+        named: The guarded parameters.
+        hooks: Those of the optimizers that are known; added to.
+        session: Given to new hooks.
+        say: Told once for each optimizer.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        hooks: list[OptimizerHooks],
+        session: _Session,
+        say: Callable[[str], None],
+    ) -> None:
+        self._names = {id(p): n for n, p in named}
+        self._hooks, self._session, self._say = hooks, session, say
+        self._handle = register_optimizer_step_pre_hook(self._steps)
+
+    def remove(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+
+    def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(h.optimizer is optimizer for h in self._hooks):
+            return
+        held = [self._names[id(p)] for p in parameters_of(optimizer) if id(p) in self._names]
+        if not held:
+            return
+        kind = type(optimizer).__name__
+        if internals.current_graph_task() >= 0:
+            msg = (
+                f"Expected updates after the backward, but got a step of {kind} inside it, on "
+                f"{held[0]}: such a step cannot be skipped. Step after loss.backward(), not from a "
+                "post-accumulate-gradient hook."
+            )
+            raise ConfigurationError(msg)
+        unwrap(optimizer)
+        self._session.optimizers.append(optimizer)
+        self._hooks.append(OptimizerHooks(optimizer, self._session))
+        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        self._say(
+            f"{kind} steps {held[0]}{more}, and sdcwatch.init was not given it: its steps are "
+            "skipped too from now on. Pass every optimizer: init(model, [one, other])"
+        )
 
 
 class OptimizerHooks:
@@ -131,7 +219,9 @@ class OptimizerHooks:
         if not self._session.update_is_skipped() or self._saved is not None:
             return
         saved = _Saved()
-        if not self._verified:
+        if not type(self.optimizer).__module__.startswith("torch.optim"):
+            saved.whole = _Snapshot(self.optimizer)
+        elif not self._verified:
             saved.digest = self._digest()
         for group in self.optimizer.param_groups:
             saved.numbers.append({k: v for k, v in group.items() if k != "params"})
@@ -157,6 +247,8 @@ class OptimizerHooks:
             parameter.grad = gradient.zero_()
         for group, numbers in zip(self.optimizer.param_groups, saved.numbers, strict=True):
             group.update(numbers)
+        if saved.whole is not None:
+            saved.whole.put_back()
         if saved.digest is not None and saved.digest != self._digest():
             msg = (
                 "Expected a skipped step to leave weights and optimizer state untouched, but "

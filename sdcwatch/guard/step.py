@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 
 from sdcwatch.checks import torch_internals as internals
+from sdcwatch.checks.fingerprint import combine, digest_tensors
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.nonfinite import RankFinite, after_join
 from sdcwatch.core.outcomes import finding
@@ -73,6 +74,7 @@ class StepController:
         watchdog: Told where the training thread may hang; None for a world of one.
 
     Attributes:
+        optimizers: Those that update the model, found later ones included.
         step: Current step; before the first, the one resumed from.
         last_verdict: Latest verdict that was not a pass.
         audits: Check 2, from step to step.
@@ -101,6 +103,7 @@ class StepController:
         self._recorder, self._nonfinite_check = recorder, nonfinite
         self._replicas, self._watchdog = replicas, watchdog
         self.step = config.start_step
+        self.optimizers = list(guarded.optimizers)
         self.last_verdict: Verdict | None = None
         self.audits = Audits(
             config,
@@ -131,6 +134,7 @@ class StepController:
         if internals.current_graph_task() >= 0:  # a checkpoint recomputes
             return False
         self.recover()
+        self.skips.verify()
         before = self._window
         window = self._open()
         if window is not before and self._config.mode != "observe":
@@ -278,7 +282,7 @@ class StepController:
             return
         if verdict.check is Check.NONFINITE:
             # So that every scaler and finite test of the user's acts alike on all ranks.
-            held = {id(p) for one in self._guarded.optimizers for p in parameters_of(one)}
+            held = self._held()
             for _, parameter in self._guarded.named:
                 if parameter.grad is not None and id(parameter) in held:
                     fill_with_nan(parameter.grad.detach())
@@ -299,9 +303,13 @@ class StepController:
         window = self._window
         if window is None or window.decision is None or window.updated:
             return
-        window.stepped.add(id(optimizer))
-        if len(window.stepped) == len(self._guarded.optimizers):
+        window.stepped.update(map(id, parameters_of(optimizer)))
+        if window.stepped >= self._held():
             self._updated(window, window.decision, skipped=skipped)
+
+    def _held(self) -> set[int]:
+        """Ids of the parameters that some guarded optimizer updates."""
+        return {id(p) for one in self.optimizers for p in parameters_of(one)}
 
     def _updated(self, window: StepWindow, decision: Decision, *, skipped: bool) -> None:
         window.updated = True
@@ -385,6 +393,7 @@ class SkipTracker:
     def __init__(self, guarded: Guarded, reporter: Reporter, most: int) -> None:
         self._guarded, self._reporter, self._most = guarded, reporter, most
         self._in_a_row = 0
+        self._kept: tuple[int, ...] | None = None
         self._unstepped: tuple[int, Decision] | None = None
         self.carried: Decision | None = None
 
@@ -402,6 +411,8 @@ class SkipTracker:
         reason = _reason(decision)
         if reason in (SkipReason.NONFINITE, SkipReason.REPLAY):
             self._in_a_row += 1
+        if decision.skip and self._kept is None:
+            self._kept = self._digest()
         self._reporter.emit(
             UpdateSkipped(
                 step=step, time=time.time(), reason=reason, consecutive=max(1, self._in_a_row)
@@ -409,6 +420,21 @@ class SkipTracker:
         )
         if decision.verdict is not None and self._in_a_row > self._most:
             raise finding(replace(decision.verdict, action=Action.STOP))
+
+    def verify(self) -> None:
+        """At the next call: what was said to be skipped has not moved the weights."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept != self._digest():
+            self._reporter.note_once(
+                "moved_unseen",
+                "the weights have moved since a skipped update, by none of the optimizers that "
+                "sdcwatch knows: pass to sdcwatch.init the one whose step() does, or leave the "
+                "weights alone where step() was skipped",
+            )
+
+    def _digest(self) -> tuple[int, ...]:
+        table = digest_tensors([p.detach() for _, p in self._guarded.named])
+        return tuple(combine(table.cpu(), tuple(range(len(self._guarded.named)))).tolist())
 
     def left(self, step: int, decision: Decision) -> None:
         """The next forward came before an update: given up, or accumulating."""
