@@ -44,6 +44,7 @@ class Loop:
         coverage: What preflight must come to.
         because: A part of the reason that the preflight record must give, where it is not full.
         fault: The module that a broken device computes wrongly; the first Linear by default.
+        left_out: Ranks that preflight finds to compute something else.
     """
 
     name: str
@@ -51,19 +52,24 @@ class Loop:
     coverage: str = FULL
     because: str = ""
     fault: str = ""
+    left_out: tuple[int, ...] = ()
 
 
 LOOPS: dict[str, Loop] = {}
 
 
 def loop(
-    name: str, coverage: str = FULL, because: str = "", fault: str = ""
+    name: str,
+    coverage: str = FULL,
+    because: str = "",
+    fault: str = "",
+    left_out: tuple[int, ...] = (),
 ) -> Callable[[Callable[[Course], None]], Callable[[Course], None]]:
     """Enter a loop into the gauntlet."""
 
     def enter(body: Callable[[Course], None]) -> Callable[[Course], None]:
         assert name not in LOOPS, name
-        LOOPS[name] = Loop(name, body, coverage, because, fault)
+        LOOPS[name] = Loop(name, body, coverage, because, fault, left_out)
         return body
 
     return enter

@@ -457,3 +457,25 @@ def hash_order(c: Course) -> None:
         return total
 
     train(c, Model(between, parts=nn.ModuleList(nn.Linear(8, 8) for _ in range(5))), square)
+
+
+@loop("a scale that one rank reads from its own configuration", left_out=(2,))
+def one_scale(c: Course) -> None:
+    train(c, Model(lambda m, h: h * (1.0 if c.rank < 2 else 1.5)), square)
+
+
+@loop("a sum whose order differs on one rank", left_out=(0,))
+def one_order(c: Course) -> None:
+    def between(m: Any, h: Tensor) -> Tensor:
+        parts = [part(h) for part in m.parts]
+        total = torch.zeros_like(h)
+        for part in reversed(parts) if c.rank == 0 else parts:
+            total = total + part
+        return total
+
+    train(c, Model(between, parts=nn.ModuleList(nn.Linear(8, 8) for _ in range(5))), square)
+
+
+@loop("a branch that depends on the rank", left_out=(2,))
+def rank_branch(c: Course) -> None:
+    train(c, Model(lambda m, h: h.tanh() if c.rank == 2 else h.sigmoid()), square)
