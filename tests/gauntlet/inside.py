@@ -434,18 +434,23 @@ def sometimes(c: Course) -> None:
 # --- what differs from rank to rank ---
 
 
-@loop("a scale that depends on the rank", OFF, "rank")
+@loop("a scale that depends on the rank", OFF, "not the same function", left_out=(0, 1, 2))
 def rank_scale(c: Course) -> None:
     train(c, Model(lambda m, h: h * (1 + 0.1 * c.rank)), square)
 
 
-@loop("a constant read from each rank's own file", OFF, "rank")
+@loop("a constant read from each rank's own file", OFF, "not the same function", left_out=(0, 1, 2))
 def rank_constant(c: Course) -> None:
     shift = torch.full((8,), float(c.rank) * 0.01)
     train(c, Model(lambda m, h: h + shift), square)
 
 
-@loop("a sum whose order differs by rank, as over a set of strings", OFF, "rank")
+@loop(
+    "a sum whose order differs by rank, as over a set of strings",
+    OFF,
+    "not the same function",
+    left_out=(0, 1, 2),
+)
 def hash_order(c: Course) -> None:
     order = [(k + c.rank) % 5 for k in range(5)]
 
