@@ -151,7 +151,8 @@ def _verdict_line(verdict: Verdict) -> Line | None:
     label = meaning.label.upper() if meaning.role is Role.BROKEN else meaning.label
     who = "; ".join(f"rank {s.rank} on {s.node}{_device(s)}" for s in verdict.suspects)
     words = f"{CHECK_NAMES[verdict.check]}: {label}" + (f" {who}" if who else "")
-    where = f"; in {verdict.operator}" if verdict.operator else ""
+    told = not verdict.operator or verdict.operator in verdict.reason
+    where = "" if told else f"; in {verdict.operator}"
     action = ACTIONS[verdict.action]
     detail = verdict.reason + where + (f" [{action}]" if action else "")
     return Line(verdict.step, words, detail, meaning.symbol, meaning.role)

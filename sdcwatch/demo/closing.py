@@ -115,7 +115,7 @@ def _table(faults: Sequence[GradedFault], *, partial: bool) -> Table:
         when = f"step {planted.first_step}"
         if planted.last_step != planted.first_step:
             when = f"steps {planted.first_step} to {planted.last_step}"
-        lines = [f"{_found(v)} (step {v.step})" for v in fault.verdicts]
+        lines = [f"{_found(v)} (step {v.step}){_operation(v)}" for v in fault.verdicts]
         found = Text("\n".join([*lines, *filter(None, (fault.remark,))]) or "–")
         where = f"\n{planted.where}, rank {ranks}, {when}"
         what = Text.assemble(planted.name, (where, "dim"))
@@ -128,6 +128,11 @@ def _found(verdict: Verdict) -> str:
     who = list_ranks(named) if named else "nobody named"
     word = outcome_words(verdict.outcome)[1]
     return f"{CHECK_NAMES[verdict.check]}: {word}, {who}"
+
+
+def _operation(verdict: Verdict) -> str:
+    """In which operation a device went wrong, where a trace has told, as a line of its own."""
+    return f"\nin {verdict.operator}" if verdict.operator else ""
 
 
 def _mark(fault: GradedFault, *, partial: bool) -> Text:

@@ -79,6 +79,13 @@ def has_record(run_dir: Path, kind: str) -> bool:
     return log.exists() and f'"kind":"{kind}"' in log.read_text(encoding="utf-8")
 
 
+def operations(run_dir: Path) -> dict[tuple[str, int], str]:
+    """By check and rank, the operation in which each suspect computed wrongly."""
+    lines = (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    suspects = [s for line in lines for s in json.loads(line).get("suspects", ())]
+    return {(s["check"], s["rank"]): s["operator"] for s in suspects if s.get("operator")}
+
+
 def test_every_planted_fault_gets_its_verdict(default_run: Any) -> None:
     output = default_run.output
 
@@ -87,6 +94,13 @@ def test_every_planted_fault_gets_its_verdict(default_run: Any) -> None:
     assert output.count("✓ right") == 5
     assert f"Report: {default_run.run_dir / 'report.html'}" in output
     assert "SUSPECT rank 3 on sim-node-1" in output
+    assert operations(default_run.run_dir) == {
+        ("nonfinite", 1): "aten::mm in blocks.1.attention.qkv",
+        ("replay", 3): "aten::addmm in blocks.2.mlp.0",
+    }
+    for name in ("in aten::mm in blocks.1.attention.qkv", "in aten::addmm in blocks.2.mlp.0"):
+        assert name in output
+    assert output.count("in aten::") >= 4, "in the line of each verdict and in the table"
     assert (default_run.run_dir / "report.html").stat().st_size > 1_000_000
 
 
