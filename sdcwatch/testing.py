@@ -158,13 +158,17 @@ def run_threads(world_size: int, body: Callable[[ThreadExchange], T]) -> list[T]
     return results
 
 
-def fork_server() -> ForkServerContext:
+def fork_server(*preload: str) -> ForkServerContext:
     """A context whose fork server imports torch once for all processes.
 
     The compiler too, because DDP and optimizers import it: seconds in each process otherwise.
+
+    Args:
+        *preload: Further modules, where no fork server runs yet.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["sdcwatch.testing", "sdcwatch.guard.api", "torch._dynamo"])
+    ours = ["sdcwatch.testing", "sdcwatch.guard.api", "torch._dynamo"]
+    context.set_forkserver_preload([*ours, *preload])
     return context
 
 
@@ -185,10 +189,14 @@ class GlooPool:
     Args:
         world_size: Number of processes.
         timeout_seconds: How long a function may run before the pool is killed.
+        preload: Modules that are imported once for all processes.
     """
 
-    def __init__(self, world_size: int, timeout_seconds: float = 50.0) -> None:
+    def __init__(
+        self, world_size: int, timeout_seconds: float = 50.0, *, preload: Sequence[str] = ()
+    ) -> None:
         self.world_size, self._timeout = world_size, timeout_seconds
+        self._preload = tuple(preload)
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, body: Callable[..., T], ranks: int, *arguments: Any) -> list[T]:
@@ -246,7 +254,7 @@ class GlooPool:
     def _start(self) -> None:
         if self._workers:
             return
-        context = fork_server()
+        context = fork_server(*self._preload)
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _group(item: pytest.Item) -> str:
     if "default_run" in getattr(item, "fixturenames", ()):
         return "default_run"
-    return "pool" if item.path.parent.name == "dist" else str(item.path)
+    pools = {"dist": "pool", "integrations": "frameworks"}
+    return pools.get(item.path.parent.name, str(item.path))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,10 @@ A replay calls the bare module. Two things stand in the way. Lightning and Fabri
 through the call: for its length they put a closure in the place of `forward`, which puts the
 original back and runs the method. And a module compiled together with DDP around it runs other code
 than the bare one, so the compiled object is called, with DDP's own work switched off.
+
+Under Lightning's Trainer the module that DDP wraps is called for `training_step`, which logs and
+counts and, in manual optimisation, runs backwards of its own. So what is captured there are the
+outermost calls *inside* it: see `Entrances`.
 """
 
 from __future__ import annotations
@@ -48,6 +52,105 @@ def redirected_method(module: nn.Module) -> str:
     return held if isinstance(held, str) else ""
 
 
+class Entrances:
+    """The modules whose outermost calls are captured.
+
+    That is the module that DDP wraps. Of a `LightningModule` under its Trainer it is also every
+    module that it may call inside `training_step`; then a call for `training_step` only leads to
+    theirs. Modules in those of torch.nn are left out, and so are layers with a fast path of their
+    own for evaluation, which a hook would switch off.
+
+    Args:
+        module: The module that DDP wraps.
+
+    Attributes:
+        inside: The calls inside of `training_step` are captured.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.inside = _steps_in_lightning(module)
+        self.below: dict[str, nn.Module] = dict(_callable_parts(module)) if self.inside else {}
+        self._names = {id(part): name for name, part in self.below.items()}
+
+    def leads_on(self, module: nn.Module) -> bool:
+        """Whether the call that begins only leads to those that are captured."""
+        return self.inside and module is self.module and bool(redirected_method(module))
+
+    def method(self, module: nn.Module) -> str:
+        """What a replay has to call: "" for the module, the name of a method, or a part of it."""
+        if module is self.module:
+            return redirected_method(module)
+        return _PART + self._names[id(module)]
+
+    def widen(self) -> str:
+        """Capture `training_step` itself from now on.
+
+        Returns:
+            What changes, for a person; "" where it cannot be done: the backwards of manual
+            optimisation run inside of it.
+        """
+        if not self.inside or not getattr(self.module, "automatic_optimization", True):
+            return ""
+        self.inside = False
+        return "training_step itself is replayed, with log and log_dict muted"
+
+
+_PART = "call "
+"""Before the name of a submodule, where a method would stand."""
+_FAST_PATH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def _is_lightning(module: nn.Module) -> bool:
+    return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
+
+
+def _steps_in_lightning(module: nn.Module) -> bool:
+    """Under a Trainer; Fabric calls what the user's loop calls."""
+    held = module.__dict__
+    trained = held.get("_trainer") is not None and held.get("_fabric") is None
+    return trained and _is_lightning(module) and held.get("_compiler_ctx") is None
+
+
+def _callable_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if any(kind.__name__ == "Metric" for kind in type(child).__mro__):
+            continue  # of torchmetrics: holds no weights
+        container = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if not container and not isinstance(child, _FAST_PATH) and _holds_state(child):
+            yield path, child
+        if container or not type(child).__module__.startswith("torch.nn."):
+            yield from _callable_parts(child, f"{path}.")
+
+
+def _holds_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def put_outermost(module: nn.Module, hooks: tuple[int, int] | None) -> str:
+    """Put two hooks of a module around those that were registered later.
+
+    Args:
+        module: The module, whose call begins.
+        hooks: Numbers of the first forward pre-hook and of the last forward hook; None for none.
+
+    Returns:
+        Why this call comes too soon for it, or "".
+    """
+    if hooks is None:
+        return ""
+    first, last = hooks
+    after: Any = module._forward_hooks
+    if next(reversed(after), last) != last:
+        after.move_to_end(last)  # in time: they are listed when the forward has run
+    before: Any = module._forward_pre_hooks
+    if next(iter(before), first) == first:
+        return ""
+    before.move_to_end(first, last=False)
+    return "a hook changed the inputs before the guard saw them, in this call alone"
+
+
 class BareCall:
     """Calls the bare module, as DDP does."""
 
@@ -66,8 +169,11 @@ class BareCall:
         return "parts that are compiled, compiled" if internals.is_compiled(self._module) else ""
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Call the module, or one of its methods through it."""
-        with _redirected(self._module, method):
+        """Call the module, one of its methods through it, or a part of it."""
+        if method.startswith(_PART):
+            self._module.get_submodule(method[len(_PART) :])(*args, **kwargs)
+            return
+        with _redirected(self._module, method), _muted(self._module, method):
             self._module(*args, **kwargs)
 
 
@@ -168,3 +274,25 @@ def _redirected(module: nn.Module, method: str) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@contextmanager
+def _muted(module: nn.Module, method: str) -> Iterator[None]:
+    """For a replay of a LightningModule's step, `log` and `log_dict` that do nothing.
+
+    Lightning would add what is logged to the results of the step, and reduce it over the ranks.
+    """
+    if not method or not _is_lightning(module):
+        yield
+        return
+    held = module.__dict__
+    before = {name: held.get(name) for name in ("log", "log_dict")}
+    for name in before:
+        held[name] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            held.pop(name)
+            if own is not None:
+                held[name] = own

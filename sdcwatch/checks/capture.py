@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from sdcwatch.checks import torch_internals as internals
-from sdcwatch.checks.calling import redirected_method
+from sdcwatch.checks.calling import Entrances, put_outermost
 from sdcwatch.checks.captured import (
     Alive,
     Arrivals,
@@ -105,6 +105,7 @@ class CallCapture:
         max_kept_bytes: int = 1 << 30,
     ) -> None:
         self.module, self.device = module, device
+        self.entrances = Entrances(module)
         self.named = tuple(parameters)
         self.scope = Scope(module, device)
         self.state = StateWatch(module, self.scope)
@@ -122,6 +123,7 @@ class CallCapture:
         self._kept: deque[Backward] = deque()
         self._dropped = 0
         self._handles: list[Any] = []
+        self._places: dict[nn.Module, tuple[int, int]] = {}
         self._wrapped: Callable[..., Any] | None = None
         self._region: tuple[Node | None, int, int] = (None, 0, 0)
         self._signatures: dict[str, None] = {}
@@ -147,13 +149,12 @@ class CallCapture:
             raise ConfigurationError(msg)
         inner = internals.compiled_call(self.module)
         if inner is None:
-            before = self.module.register_forward_pre_hook(
-                InertCopyHook(self._begin), prepend=True, with_kwargs=True
-            )
-            after = self.module.register_forward_hook(
-                InertCopyHook(self._end), with_kwargs=True, always_call=True
-            )
-            self._handles += [before, after]
+            begin, end = InertCopyHook(self._begin), InertCopyHook(self._end)
+            for one in (self.module, *self.entrances.below.values()):
+                before = one.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+                after = one.register_forward_hook(end, with_kwargs=True, always_call=True)
+                self._handles += [before, after]
+                self._places[one] = before.id, after.id
             return
         self._wrapped = inner
         internals.set_compiled_call(self.module, self._around(inner))
@@ -162,6 +163,7 @@ class CallCapture:
         """Take every hook off, in any state; may be called again."""
         while self._handles:
             self._handles.pop().remove()
+        self._places.clear()
         if self._wrapped is not None:
             internals.set_compiled_call(self.module, self._wrapped)
             self._wrapped = None
@@ -196,13 +198,16 @@ class CallCapture:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         local = self._thread
         depth = getattr(local, "depth", 0)
-        if depth and self._wrapped is None:
+        if self.entrances.leads_on(module):
+            local.depth = 0
+            return
+        if depth and self._wrapped is None and module is self.module and not self.entrances.inside:
             # A KeyboardInterrupt in a call skips the hook at its end.
             depth = min(depth, internals.calls_in_progress(module) - 1)
         local.depth = depth + 1
         if depth:
             return
-        local.open, late = None, self._outermost()
+        local.open, late = None, put_outermost(module, self._places.get(module))
         if internals.in_functorch():
             return
         if self.compiled:
@@ -210,44 +215,30 @@ class CallCapture:
         if not torch.is_grad_enabled() or replaying():
             return
         try:
-            local.open = self._open(args, kwargs)
+            local.open = self._open(module, args, kwargs)
             local.open.problem = local.open.problem or late
         except Exception as error:
             self._failed(error)
 
-    def _outermost(self) -> str:
-        """Put the hooks around those that were registered later; why this call comes too soon."""
-        if not self._handles:
-            return ""
-        first, last = (h.id for h in self._handles)
-        after: Any = self.module._forward_hooks
-        if next(reversed(after), last) != last:
-            after.move_to_end(last)  # in time: they are listed when the forward has run
-        before: Any = self.module._forward_pre_hooks
-        if next(iter(before), first) == first:
-            return ""
-        before.move_to_end(first, last=False)
-        return "a hook changed the inputs before the guard saw them, in this call alone"
-
-    def _open(self, args: Any, kwargs: Any) -> CallRecord:
+    def _open(self, module: nn.Module, args: Any, kwargs: Any) -> CallRecord:
         if self._window is not None and internals.current_graph_task() < 0:
             self._close_window()  # its backward ended in an exception
         audit = self._audit()
         if not audit:
             record = CallRecord(containers(args), containers(kwargs), audit=False)
-            self._open_plain(record)
+            self._open_plain(record, module)
             return record
         with internals.dispatch_modes_off():
             record = CallRecord(args, kwargs, audit=True)
-            self._open_plain(record)
+            self._open_plain(record, module)
             self._open_audit(record)
         return record
 
-    def _open_plain(self, record: CallRecord) -> None:
+    def _open_plain(self, record: CallRecord, module: nn.Module) -> None:
         record.generators = self._host.read(self.device, always=record.audit)
         record.autocast = read_autocast(self.device)
         record.region = self._region_number(record)
-        record.method = redirected_method(self.module)
+        record.method = self.entrances.method(module)
         needing = [t for t, _ in record.versions if t.requires_grad]
         record.input_edges = tuple(map(internals.edge_of, needing))
 
@@ -268,8 +259,9 @@ class CallCapture:
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         local = self._thread
-        local.depth = max(0, getattr(local, "depth", 1) - 1)
-        if local.depth or internals.in_functorch():
+        depth = getattr(local, "depth", 1)
+        local.depth = max(0, depth - 1)
+        if depth != 1 or internals.in_functorch():
             return
         collected = getattr(local, "collected", None)
         if replaying():

@@ -58,6 +58,7 @@ class Preflight:
         max_payload_bytes: Largest micro-batch that may travel.
         covers: How compiled code is covered, or "".
         trace: Traces the operations of a micro-batch, to say which does not repeat; None for no.
+        widen: Captures more than so far, if it can, and says what; asked before coverage is lost.
 
     Attributes:
         coverage: The answer; None while there is none.
@@ -82,6 +83,7 @@ class Preflight:
         max_payload_bytes: int,
         covers: str = "",
         trace: MakeTrace | None = None,
+        widen: Callable[[], str] = lambda: "",
     ) -> None:
         self._tracing = None if trace is None else Tracing(exchange, trace)
         self._exchange, self._replay_packed = exchange, replay_packed
@@ -101,6 +103,7 @@ class Preflight:
         self._attempt = 1
         self._rings = FirstRings()
         self._idle = 0
+        self._widen = widen
 
     @property
     def differing(self) -> tuple[int, ...]:
@@ -212,6 +215,10 @@ class Preflight:
             self.deterministic = True
             return False
         if judgement.coverage is not Coverage.FULL:
+            if wider := self._widen():
+                self.notes = (*self.notes, f"{wider}: {judgement.reason}")
+                self._start_over()
+                return False
             self.decide(judgement.coverage, judgement.reason)
             return False
         self._passed += 1

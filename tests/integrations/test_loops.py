@@ -1,0 +1,42 @@
+"""The same model, data and faults in every loop: the guard says the same, and changes nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sdcwatch.testing import GlooPool
+
+sys.path.insert(0, str(Path(__file__).parent))
+from loops import EXPECTED, WORLD, run
+
+pytestmark = pytest.mark.dist
+
+LOOPS = ["plain", "trainer"]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_same_faults_lead_to_the_same_verdicts_skips_and_checkpoints(
+    pool: GlooPool, tmp_path: Path, name: str
+) -> None:
+    for row in pool.run(run, WORLD, name, str(tmp_path), "faulty"):
+        assert row["story"] == EXPECTED
+        assert row["stopped"] == "CorruptionDetected"
+        assert len(row["saved"]) == 1, "the one of step 4; that of step 8 was withheld"
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_clean_guarded_run_has_the_weights_and_the_logs_of_an_unguarded_one(
+    pool: GlooPool, tmp_path: Path, name: str
+) -> None:
+    without = pool.run(run, WORLD, name, str(tmp_path / "unguarded"), "unguarded")
+    guarded = pool.run(run, WORLD, name, str(tmp_path / "guarded"), "clean")
+
+    assert guarded[0]["saved"] == without[0]["saved"]
+    for plain, row in zip(without, guarded, strict=True):
+        assert row["weights"] == plain["weights"]
+        assert row["logs"] == plain["logs"]
+        assert len(row["logs"]) >= 12
+        assert [coverage for coverage, _ in row["preflight"]] == ["full"]
