@@ -14,7 +14,7 @@ from loops import EXPECTED, WORLD, run
 
 pytestmark = pytest.mark.dist
 
-LOOPS = ["plain", "trainer"]
+LOOPS = ["plain", "trainer", "lightning", "accelerate", "fabric"]
 
 
 @pytest.mark.parametrize("name", LOOPS)

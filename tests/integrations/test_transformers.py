@@ -115,17 +115,15 @@ def test_no_checkpoint_is_written_without_leave_whatever_asks_for_it(
 def resuming(rank: int, group: Any, run_dir: str) -> dict[str, Any]:
     from trainer_loop import logs_of, make_trainer
 
-    whole = harness(rank, f"{run_dir}/whole", guarded=False)
     constant = {"lr_scheduler_type": "constant"}  # the other depends on max_steps
-    reference = make_trainer(whole, **constant)
-    reference.train()
-
-    made = harness(rank, f"{run_dir}/broken")
-    first = make_trainer(made, max_steps=4, **constant)
-    first.train()
+    made = harness(rank, f"{run_dir}/guarded")
+    make_trainer(made, max_steps=4, **constant).train()
+    checkpoint = f"{made.run_dir}/checkpoint-4"
+    reference = make_trainer(harness(rank, f"{run_dir}/plain", guarded=False), **constant)
+    reference.train(resume_from_checkpoint=checkpoint)
     told_before = len(made.memory.records)
     second = make_trainer(made, **constant)
-    second.train(resume_from_checkpoint=f"{made.run_dir}/checkpoint-4")
+    second.train(resume_from_checkpoint=checkpoint)
 
     told = made.memory.records[told_before:]
     summary = json.loads((made.run_dir / "sdcwatch" / "summary.json").read_text())
@@ -145,7 +143,7 @@ def test_a_resumed_run_goes_on_with_steps_schedule_and_summary(
     rows = pool.run(resuming, WORLD, str(tmp_path))
 
     for row in rows:
-        assert row["same"], "weights as of the run without a break"
+        assert row["same"], "weights as of the run that is resumed unguarded"
         assert row["logs"]
         assert (row["start"], row["finish"]) == (4, STEPS)
         assert row["audits"] == [6, 8, 12], "after two steps of preflight, on schedule"
