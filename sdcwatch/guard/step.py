@@ -344,7 +344,9 @@ class StepController:
         if window.stepped and not window.updated and not closing:
             skipped = window.decision.skip or self.skips.carried is not None
             self._updated(window, window.decision, skipped=skipped)
-        elif not window.updated:  # GradScaler and `continue` never call optimizer.step()
+        elif not window.updated and (window.decision.skip or not window.stepped):
+            # GradScaler and `continue` never call optimizer.step(). At the end one of several
+            # optimizers may have: that step is over, and only its weights are not compared.
             self.skips.left(window.step, window.decision)
         seconds = time.perf_counter() - window.started
         self._reporter.stepped(seconds, audit=window.decision.audited)
