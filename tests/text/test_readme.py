@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sdcwatch.core.disputes import conclude_audit
 from sdcwatch.core.fingerprint import judge_fingerprints
 from sdcwatch.core.grade import Grade, GradedFault, Planted
 from sdcwatch.core.records import (
@@ -24,6 +25,7 @@ from sdcwatch.core.records import (
 from sdcwatch.core.replay import REPEATS, AuditFacts, Mismatch, judge_audit
 from sdcwatch.core.summary import fold
 from sdcwatch.core.topology import RankInfo, Topology
+from sdcwatch.core.trace_values import TraceFinding, TraceOutcome
 from sdcwatch.demo import closing
 from sdcwatch.demo.closing import print_grade
 from sdcwatch.demo.display import line_of
@@ -113,11 +115,22 @@ def _audit_of_a_bad_rank() -> AuditFacts:
     )
 
 
+DAMAGED = TraceFinding(
+    outcome=TraceOutcome.DAMAGED,
+    operator="aten::addmm",
+    module="blocks.2.mlp.0",
+    rank=3,
+    detail="its result changed before aten::gelu in blocks.2.mlp.1 read it",
+)
+"""What the traces of rank 3 and of two others come to."""
+
+
 def _records() -> list[Record]:
     """What the demo's guard records, as far as the sample shows it."""
     topology, verdicts = _topology(), VerdictBuilder(_topology(), observing=False)
     names = [name for name, _ in GPT(GPTConfig()).named_parameters()]
-    audit = AuditResult(judge_audit(_audit_of_a_bad_rank(), topology), (), 6)
+    judged = conclude_audit(judge_audit(_audit_of_a_bad_rank(), topology), {3: DAMAGED})
+    audit = AuditResult(judged, (), 6)
     tables = [
         [(int(rank == 5 and name == "blocks.3.mlp.2.weight"), 0) for name in names]
         for rank in range(6)
