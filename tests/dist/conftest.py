@@ -9,6 +9,6 @@ from sdcwatch.testing import GlooPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[GlooPool]:
-    pool = GlooPool(6)
+    pool = GlooPool(6, timeout_seconds=120.0)
     yield pool
     pool.close()

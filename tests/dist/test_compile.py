@@ -25,11 +25,12 @@ from training import QUIET, Memory, digest
 
 pytestmark = [
     pytest.mark.dist,
+    pytest.mark.timeout(150),  # every process imports the compiler, which takes 20 s each
     pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler"),
 ]
 
 STEPS = 6
-AUDITS = 3  # the second step of preflight, then steps 4 and 6
+AUDITS = 4  # two steps of preflight, then steps 4 and 6
 PLACES = {
     "before DDP": "the module as compiled before DDP",
     "around DDP": "the module as compiled with DDP around it",
