@@ -7,7 +7,7 @@ zeroed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,6 +58,10 @@ def _wrapped(optimizer: Any) -> Any | None:
     return None
 
 
+# Hooks and profiling, which are none of what a step may move.
+_OF_TORCH = ("_optimizer_", "_zero_grad_", "_patch", "_warned")
+
+
 class _Session(Protocol):
     optimizers: list[torch.optim.Optimizer]
 
@@ -75,35 +79,53 @@ class _Saved:
 
 
 class _Snapshot:
-    """Weights, state and plain attributes of an optimizer, to be put back after a skipped step.
+    """All that an optimizer holds, to be put back in place after a skipped step.
 
-    Somebody else's optimizer may move weights without a gradient, as Lookahead does every k steps.
+    Somebody else's optimizer may move weights without a gradient, as Lookahead does every k steps,
+    and keep what it needs for that in its state, its groups or attributes of its own.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._weights = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
-        self._state = {key: _copied(values) for key, values in optimizer.state.items()}
-        self._numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
+        self._attributes = vars(optimizer)
+        self._before = {k: v for k, v in vars(optimizer).items() if not k.startswith(_OF_TORCH)}
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._seen: set[int] = set()
+        for value in self._before.values():
+            self._keep(value)
+
+    def _keep(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        inside: Iterable[Any] = ()
+        if isinstance(value, torch.Tensor):
+            self._tensors.append((value.detach(), value.detach().clone()))
+        elif isinstance(value, dict):
+            self._dicts.append((value, dict(value)))
+            inside = list(value.values())
+        elif isinstance(value, list):
+            self._lists.append((value, list(value)))
+            inside = list(value)
+        elif isinstance(value, tuple):
+            inside = value
+        for one in inside:
+            self._keep(one)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for parameter, weight in self._weights:
-            parameter.copy_(weight)
-        state = self._optimizer.state
-        for key in [k for k in state if k not in self._state]:
-            del state[key]
-        for key, values in self._state.items():
-            state[key] = values
-        vars(self._optimizer).update(self._numbers)
-
-
-def _copied(values: Any) -> Any:
-    if isinstance(values, torch.Tensor):
-        return values.detach().clone()
-    if isinstance(values, dict):
-        return {key: _copied(value) for key, value in values.items()}
-    return list(values) if isinstance(values, list) else values
+        for name in [k for k in self._attributes if not k.startswith(_OF_TORCH)]:
+            if name not in self._before:
+                del self._attributes[name]
+        self._attributes.update(self._before)
+        for mapping, items in self._dicts:
+            mapping.clear()
+            mapping.update(items)
+        for sequence, values in self._lists:
+            sequence[:] = values
+        for live, copy in self._tensors:
+            live.copy_(copy)
 
 
 class Adoption:

@@ -1,0 +1,132 @@
+"""A skipped step leaves weights, buffers and optimizer as they were, whichever optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import sdcwatch
+
+BAD, STEPS = 4, 7
+Parameters = list[nn.Parameter]
+
+
+class Lookahead(optim.Optimizer):
+    """Slow weights in an attribute of its own, moved every second step, gradients or none."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.inner, self.count = optim.SGD(parameters, lr=0.1, momentum=0.9), 0
+        super().__init__(self.inner.param_groups, {})
+        self.slow = {p: p.detach().clone() for g in self.param_groups for p in g["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for p, slow in self.slow.items():
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+def muon_and_adamw(parameters: Parameters) -> list[optim.Optimizer]:
+    return [
+        optim.Muon([p for p in parameters if p.ndim == 2]),
+        optim.AdamW([p for p in parameters if p.ndim != 2]),
+    ]
+
+
+# LBFGS is refused by name: tests/guard/test_api_errors.py.
+OF_TORCH = {
+    name: kind
+    for name, kind in vars(optim).items()
+    if isinstance(kind, type)
+    and issubclass(kind, optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS", "Muon")
+}
+MADE: dict[str, Callable[[Parameters], list[optim.Optimizer]]] = {
+    name: lambda parameters, kind=kind: [kind(parameters, lr=0.01)]
+    for name, kind in OF_TORCH.items()
+}
+MADE["SGD with momentum"] = lambda ps: [optim.SGD(ps, lr=0.1, momentum=0.9)]
+MADE["Lookahead"] = lambda ps: [Lookahead(ps)]
+MADE["Muon and AdamW"] = muon_and_adamw
+
+
+def held(net: nn.Module, optimizers: list[optim.Optimizer]) -> list[Any]:
+    found: list[Any] = [net.state_dict(), [o.state_dict() for o in optimizers]]
+    for one in optimizers:
+        if isinstance(one, Lookahead):
+            found += [one.count, list(one.slow.values()), one.inner.state_dict()]
+    return copy.deepcopy(found)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def train(name: str, run_dir: str) -> tuple[bool, list[Any]]:
+    """With a guard and a NaN at step `BAD`; without `run_dir`, no guard and that step left out."""
+    torch.manual_seed(0)
+    dense = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2, bias=False)]
+    sparse = name == "SparseAdam"
+    net = nn.Sequential(*([nn.Embedding(9, 4, sparse=True)] if sparse else dense))
+    model = DistributedDataParallel(net)
+    optimizers = MADE[name](list(net.parameters()))
+    options: dict[str, Any] = {
+        "node": "n",
+        "audit_every": 100,
+        "sinks": [],
+        "telemetry": "off",
+        "console": False,
+    }
+    guard = sdcwatch.init(model, optimizers, run_dir=run_dir, **options) if run_dir else None
+    kept = True
+    for step in range(1, STEPS + 1):
+        if step == BAD and guard is None:
+            continue
+        torch.manual_seed(step)
+        x = torch.randint(0, 9, (5,)) if sparse else torch.randn(5, 4)
+        poison = float("nan") if step == BAD else 1.0
+        before = held(net, optimizers)
+        for one in optimizers:
+            one.zero_grad()
+        (model(x if sparse else x * poison).square().mean() * poison).backward()
+        for one in optimizers:
+            one.step()
+        kept = kept and same(before, held(net, optimizers)) == (step == BAD)
+    if guard is not None:
+        guard.close()
+    return kept, held(net, optimizers)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("meet") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", sorted(MADE))
+def test_training_goes_on_as_if_the_skipped_update_had_been_left_out(
+    tmp_path: Path, name: str
+) -> None:
+    kept, guarded = train(name, str(tmp_path))
+    assert kept
+    _, left_out = train(name, "")
+    assert same(guarded, left_out)
