@@ -13,6 +13,7 @@ starts its processes once; functions then run on sub-groups of it with real coll
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import socket
@@ -298,7 +299,9 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
 
 def _load(modules: dict[str, ModuleType], path: str, name: str) -> Callable[..., Any]:
     if path not in modules:
-        spec = importlib.util.spec_from_file_location(f"_pool_{len(modules)}", path)
+        # The same name in every process, whatever each has run before: ranks unpickle by it.
+        name_of = f"_pool_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+        spec = importlib.util.spec_from_file_location(name_of, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
