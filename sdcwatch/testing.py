@@ -1,4 +1,4 @@
-"""The test kit: an exchange between threads, and one pool of gloo processes.
+"""The test kit: an exchange between threads, one pool of gloo processes, and a sink that keeps all.
 
 `ThreadExchange` runs the protocol of an audit in milliseconds, without a process group. `GlooPool`
 starts its processes once; functions then run on sub-groups of it with real collectives.
@@ -30,10 +30,31 @@ from typing import Any, TypeVar
 
 import torch
 
+from sdcwatch.core.records import Record
 from sdcwatch.guard import exchange as _exchange
 
 T = TypeVar("T")
 START_SECONDS = 120.0
+
+
+class MemorySink:
+    """A sink that keeps every record, for ``sdcwatch.init(..., sinks=[sink])``.
+
+    Attributes:
+        records: In the order in which they came.
+    """
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def emit(self, record: Record) -> None:
+        """Keep it."""
+        self.records.append(record)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Nothing to give back."""
 
 
 class ThreadHub:

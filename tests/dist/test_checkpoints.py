@@ -16,11 +16,10 @@ import sdcwatch
 from sdcwatch.checks import torch_internals as internals
 from sdcwatch.core.records import CheckpointEvent, Progress
 from sdcwatch.errors import CorruptionDetected, SdcwatchError
-from sdcwatch.testing import GlooPool
+from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import QUIET, Memory
-
+from training import QUIET
 pytestmark = pytest.mark.dist
 
 WORLD = 3
@@ -32,7 +31,7 @@ class Loop:
     def __init__(self, rank: int, group: Any, run_dir: str, **options: Any) -> None:
         torch.manual_seed(0)
         self.rank, self.run_dir, self.step = rank, Path(run_dir), 0
-        self.net, self.memory = nn.Linear(4, 2), Memory()
+        self.net, self.memory = nn.Linear(4, 2), MemorySink()
         self.nan_at: set[int] = set()
         self.wrong_at: set[int] = set()
         self.net.register_forward_hook(self._spoil)

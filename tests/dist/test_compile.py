@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.core.records import PreflightDone, Progress, Verdict
-from sdcwatch.testing import GlooPool
+from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import QUIET, Memory, digest
+from training import QUIET, digest
 
 pytestmark = [
     pytest.mark.dist,
@@ -72,7 +72,7 @@ def trained(rank: int, group: Any, place: str, run_dir: str | None) -> dict[str,
     torch._dynamo.reset()
     model, net = compiled(place, group)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    memory, guard = Memory(), None
+    memory, guard = MemorySink(), None
     if run_dir is not None:
         guard = sdcwatch.init(
             model,

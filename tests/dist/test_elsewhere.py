@@ -22,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.core.records import PreflightDone, Progress, Verdict
-from sdcwatch.testing import GlooPool
+from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import QUIET, Memory
-
+from training import QUIET
 pytestmark = pytest.mark.dist
 
 WORLD, STEPS, LATER = 3, 8, 4  # audits on steps 4, 6 and 8
@@ -232,7 +231,7 @@ def trained(rank: int, group: Any, number: int, run_dir: str) -> dict[str, Any]:
     net = case.build()
     model = DistributedDataParallel(net, process_group=group)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    memory = Memory()
+    memory = MemorySink()
     guard = sdcwatch.init(
         model, optimizer, audit_every=2, fingerprint_every=2, node=f"n{rank}",
         run_dir=run_dir, sinks=[memory], **QUIET,

@@ -17,11 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.core.records import CheckpointEvent, UpdateSkipped
-from sdcwatch.testing import GlooPool
+from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import QUIET, Memory
-
+from training import QUIET
 pytestmark = pytest.mark.dist
 
 BAD_STEP = 6
@@ -56,7 +55,7 @@ class Run:
         self.net = nn.Sequential(nn.Linear(4, 8), INNER[inner](), nn.ReLU(), nn.Linear(8, 2))
         self.model = DistributedDataParallel(self.net, process_group=group, **ddp)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-        self.memory = Memory()
+        self.memory = MemorySink()
         self.guard = sdcwatch.init(
             self.model,
             self.optimizer,
@@ -138,7 +137,7 @@ def masked(rank: int, group: Any, run_dir: str) -> list[tuple[str, str]]:
     net = nn.Linear(4, 4)
     net.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
     model = DistributedDataParallel(net, process_group=group)
-    optimizer, memory = torch.optim.SGD(net.parameters(), lr=0.1), Memory()
+    optimizer, memory = torch.optim.SGD(net.parameters(), lr=0.1), MemorySink()
     guard = sdcwatch.init(
         model,
         optimizer,

@@ -24,11 +24,10 @@ from sdcwatch.core.records import (
     UpdateSkipped,
     Verdict,
 )
-from sdcwatch.testing import GlooPool
+from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import QUIET, Memory
-
+from training import QUIET
 pytestmark = pytest.mark.dist
 
 WORLD = 3
@@ -44,7 +43,7 @@ class Loop:
 
     def __init__(self, rank: int, group: Any, run_dir: str | None, **options: Any) -> None:
         torch.manual_seed(0)
-        self.rank, self.memory = rank, Memory()
+        self.rank, self.memory = rank, MemorySink()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         self.model = DistributedDataParallel(self.net, process_group=group)
         # Without state: Join syncs the weights at its end and no momentum, which would drive the

@@ -31,11 +31,10 @@ from sdcwatch.core.records import (
 )
 from sdcwatch.core.text import list_ranks
 from sdcwatch.errors import CorruptionDetected, SchemaMismatch
-from sdcwatch.testing import GlooPool
+from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import QUIET, Memory
-
+from training import QUIET
 pytestmark = pytest.mark.dist
 
 WORLD = 3
@@ -87,7 +86,7 @@ class Loop:
         extra_on: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
-        self.rank, self.net, self.memory = rank, Net(), Memory()
+        self.rank, self.net, self.memory = rank, Net(), MemorySink()
         if rank in extra_on:
             add_ignored_parameter(self.net)
         self.net.last.register_forward_hook(lambda module, args, output: inside(output))

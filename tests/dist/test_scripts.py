@@ -25,11 +25,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 import sdcwatch
 from sdcwatch.core.records import PreflightDone, Progress, Verdict
-from sdcwatch.testing import GlooPool
+from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import QUIET, Memory
-
+from training import QUIET
 pytestmark = pytest.mark.dist
 
 WORLD = 3
@@ -244,7 +243,7 @@ def reseeded() -> Iterator[None]:
 
 
 def both(rank: int, group: Any, run_dir: str, name: str) -> dict[str, Any]:
-    script, memory = SCRIPTS[name][0], Memory()
+    script, memory = SCRIPTS[name][0], MemorySink()
 
     def init(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> sdcwatch.Guard:
         every = {"audit_every": 3, "fingerprint_every": 2, "node": f"n{rank}", "run_dir": run_dir}

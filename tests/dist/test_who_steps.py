@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.core.records import Note, UpdateSkipped
-from sdcwatch.testing import GlooPool
+from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import QUIET, Memory
-
+from training import QUIET
 pytestmark = pytest.mark.dist
 
 BAD, STEPS = 6, 8
@@ -44,7 +43,7 @@ class Lookahead(torch.optim.Optimizer):
 class Loop:
     def __init__(self, rank: int, group: Any, run_dir: str) -> None:
         torch.manual_seed(0)
-        self.rank, self.memory = rank, Memory()
+        self.rank, self.memory = rank, MemorySink()
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
         self.model = DistributedDataParallel(self.net, process_group=group)
         self.run_dir = run_dir

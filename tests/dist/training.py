@@ -20,24 +20,10 @@ import sdcwatch
 from sdcwatch.core.records import Record, RunStarted, Verdict
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.faults import FaultPlan, Injector
+from sdcwatch.testing import MemorySink
 
 WIDTH = 12
 QUIET: dict[str, Any] = {"telemetry": "off", "console": False}
-
-
-class Memory:
-    """A sink that keeps everything."""
-
-    name = "memory"
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def emit(self, record: Record) -> None:
-        self.records.append(record)
-
-    def close(self, timeout_seconds: float) -> None:
-        pass
 
 
 def mlp() -> nn.Module:
@@ -113,7 +99,7 @@ class _Run:
         if job.between is not None:
             job.between(self.model)
         self.optimizer = job.optimizer(self.net.parameters())
-        self.memory = Memory()
+        self.memory = MemorySink()
         self.injector = Injector(job.plan or FaultPlan(), rank=rank)
         self.injector.attach(self.model, self.optimizer)
         self.guard: sdcwatch.Guard | None = None

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
-from sdcwatch.core.records import PreflightDone, Record, UpdateSkipped, Verdict
+from sdcwatch.core.records import PreflightDone, UpdateSkipped, Verdict
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.faults import Fault, FaultPlan, Injector
+from sdcwatch.testing import MemorySink
 
 WORLD, BROKEN = 3, 1
 FAULT_FROM = 12
@@ -75,21 +76,6 @@ def loop(
     return enter
 
 
-class Memory:
-    """A sink that keeps everything."""
-
-    name = "memory"
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def emit(self, record: Record) -> None:
-        self.records.append(record)
-
-    def close(self, timeout_seconds: float) -> None:
-        pass
-
-
 class Unguarded:
     """Stands where the guard stands in a plain run."""
 
@@ -123,7 +109,7 @@ class Course:
     options: dict[str, Any] | None
     fault: str | None = None
     digest: Any = field(default_factory=hashlib.sha256)
-    memory: Memory = field(default_factory=Memory)
+    memory: MemorySink = field(default_factory=MemorySink)
     guards: list[Any] = field(default_factory=list)
     nets: list[nn.Module] = field(default_factory=list)
     injector: Injector | None = None

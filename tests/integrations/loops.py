@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import sdcwatch
-from sdcwatch.core.records import CheckpointEvent, Record, UpdateSkipped, Verdict
+from sdcwatch.core.records import CheckpointEvent, UpdateSkipped, Verdict
 from sdcwatch.faults import Fault, FaultPlan, Injector
+from sdcwatch.testing import MemorySink
 
 WORLD = 3
 STEPS, SAVE_EVERY, BATCH = 12, 4, 4
@@ -33,21 +34,6 @@ OPTIONS: dict[str, Any] = {
     "telemetry": "off",
     "console": False,
 }
-
-
-class Memory:
-    """A sink that keeps everything."""
-
-    name = "memory"
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def emit(self, record: Record) -> None:
-        self.records.append(record)
-
-    def close(self, timeout_seconds: float) -> None:
-        pass
 
 
 class Net(nn.Module):
@@ -137,7 +123,7 @@ class Harness:
 
     def __init__(self, rank: int, run_dir: str, *, guarded: bool, faults: FaultPlan | None) -> None:
         self.rank, self.run_dir, self.guarded = rank, Path(run_dir), guarded
-        self.memory = Memory()
+        self.memory = MemorySink()
         self.injector = Injector(faults or FaultPlan(), rank=rank)
         self.options: dict[str, Any] = {
             **OPTIONS,
