@@ -22,7 +22,6 @@ from dataclasses import replace
 import torch
 
 from sdcwatch.checks import torch_internals as internals
-from sdcwatch.checks.fingerprint import combine, digest_tensors
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.nonfinite import RankFinite, after_join
 from sdcwatch.core.outcomes import finding
@@ -116,7 +115,9 @@ class StepController:
         )
         self._window: StepWindow | None = None
         self._queued = False
-        self.skips = SkipTracker(guarded, reporter, config.max_consecutive_skips)
+        self.skips = SkipTracker(
+            guarded, reporter, config.max_consecutive_skips, recorder.capture.weights
+        )
         self.error: BaseException | None = None
         self._synchronises = True
         self.recorded_loss: torch.Tensor | None = None
@@ -387,15 +388,23 @@ class SkipTracker:
         guarded: Whose gradients are looked at.
         reporter: Takes the records.
         most: Skips in a row after which all ranks stop.
+        weights: Fingerprint of all weights now, int64 (2,).
 
     Attributes:
         carried: The failed decision of an earlier backward that spoils the next update, or None.
     """
 
-    def __init__(self, guarded: Guarded, reporter: Reporter, most: int) -> None:
+    def __init__(
+        self,
+        guarded: Guarded,
+        reporter: Reporter,
+        most: int,
+        weights: Callable[[], torch.Tensor],
+    ) -> None:
         self._guarded, self._reporter, self._most = guarded, reporter, most
+        self._weights = weights
         self._in_a_row = 0
-        self._kept: tuple[int, ...] | None = None
+        self._kept: torch.Tensor | None = None
         self._unstepped: tuple[int, Decision] | None = None
         self.carried: Decision | None = None
 
@@ -414,7 +423,7 @@ class SkipTracker:
         if reason in (SkipReason.NONFINITE, SkipReason.REPLAY):
             self._in_a_row += 1
         if decision.skip and self._kept is None:
-            self._kept = self._digest()
+            self._kept = self._weights()
         self._reporter.emit(
             UpdateSkipped(
                 step=step, time=time.time(), reason=reason, consecutive=max(1, self._in_a_row)
@@ -426,17 +435,13 @@ class SkipTracker:
     def verify(self) -> None:
         """At the next call: what was said to be skipped has not moved the weights."""
         kept, self._kept = self._kept, None
-        if kept is not None and kept != self._digest():
+        if kept is not None and not torch.equal(kept, self._weights()):
             self._reporter.note_once(
                 "moved_unseen",
                 "the weights have moved since a skipped update, by none of the optimizers that "
                 "sdcwatch knows: pass to sdcwatch.init the one whose step() does, or leave the "
                 "weights alone where step() was skipped",
             )
-
-    def _digest(self) -> tuple[int, ...]:
-        table = digest_tensors([p.detach() for _, p in self._guarded.named])
-        return tuple(combine(table.cpu(), tuple(range(len(self._guarded.named)))).tolist())
 
     def left(self, step: int, decision: Decision) -> None:
         """The next forward came before an update: given up, or accumulating."""
