@@ -16,7 +16,7 @@ GradScaler does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -283,7 +283,7 @@ class StepController:
             return
         if verdict.check is Check.NONFINITE:
             # So that every scaler and finite test of the user's acts alike on all ranks.
-            held = self._held()
+            held = _held(self.optimizers)
             for _, parameter in self._guarded.named:
                 if parameter.grad is not None and id(parameter) in held:
                     fill_with_nan(parameter.grad.detach())
@@ -304,13 +304,14 @@ class StepController:
         window = self._window
         if window is None or window.decision is None or window.updated:
             return
-        window.stepped.update(map(id, parameters_of(optimizer)))
-        if window.stepped >= self._held():
+        window.stepped.add(id(optimizer))
+        if self._all_stepped(window):
             self._updated(window, window.decision, skipped=skipped)
 
-    def _held(self) -> set[int]:
-        """Ids of the parameters that some guarded optimizer updates."""
-        return {id(p) for one in self.optimizers for p in parameters_of(one)}
+    def _all_stepped(self, window: StepWindow) -> bool:
+        """Whether no parameter waits for its optimizer; one that was replaced steps no more."""
+        stepped = [one for one in self.optimizers if id(one) in window.stepped]
+        return len(stepped) == len(self.optimizers) or _held(stepped) >= _held(self.optimizers)
 
     def _updated(self, window: StepWindow, decision: Decision, *, skipped: bool) -> None:
         window.updated = True
@@ -470,6 +471,11 @@ class SkipTracker:
     def _gradients_remain(self) -> bool:
         gradients = (p.grad for _, p in self._guarded.named if p.grad is not None)
         return any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients)
+
+
+def _held(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
+    """Ids of the parameters that they update."""
+    return {id(p) for one in optimizers for p in parameters_of(one)}
 
 
 def _reason(decision: Decision) -> SkipReason:

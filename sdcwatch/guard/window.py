@@ -58,7 +58,7 @@ class StepWindow:
             of the module got a gradient in it.
         earlier: What backwards of the same step left that only accumulated.
         decision: None until the synchronising backward has ended.
-        stepped: Parameters whose optimizer has stepped, or was made to skip, by id.
+        stepped: Optimizers that have stepped, or were made to skip, by id.
         updated: All of them have.
         started: When it began, in seconds of `time.perf_counter`.
     """

@@ -522,6 +522,20 @@ class Mixed(nn.Module):
         return torch.complex(y.float(), y.float()).abs().permute(0, 2, 3, 1).expand(3, -1, -1, -1)
 
 
+def traces_of(model):
+    """What a replay might leave behind, in the model and in torch."""
+    return (
+        [(id(p.grad), p.grad.to_dense().sum().item(), p._version) for p in model.parameters()],
+        [(id(b), b._version) for b in model.buffers()],
+        torch.get_rng_state().tolist(),
+        [dict(m.__dict__).keys() for m in model.modules()],
+        len(global_hooks._global_forward_hooks),
+        len(global_hooks._global_forward_pre_hooks),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+    )
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -540,27 +554,9 @@ def test_a_trace_changes_no_bit_repeats_and_leaves_nothing_behind(make):
     replayer, micro_batch = prepared(model, torch.randn(6, 16))
     plain = replayer.run(micro_batch)
     assert plain.error == ""
-    before = (
-        [(id(p.grad), p.grad.to_dense().sum().item(), p._version) for p in model.parameters()],
-        [(id(b), b._version) for b in model.buffers()],
-        torch.get_rng_state().tolist(),
-        [dict(m.__dict__).keys() for m in model.modules()],
-        len(global_hooks._global_forward_hooks),
-        len(global_hooks._global_forward_pre_hooks),
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._len_torch_function_stack(),
-    )
+    before = traces_of(model)
     trace = repeated_trace(replayer, micro_batch, expected=plain)
-    after = (
-        [(id(p.grad), p.grad.to_dense().sum().item(), p._version) for p in model.parameters()],
-        [(id(b), b._version) for b in model.buffers()],
-        torch.get_rng_state().tolist(),
-        [dict(m.__dict__).keys() for m in model.modules()],
-        len(global_hooks._global_forward_hooks),
-        len(global_hooks._global_forward_pre_hooks),
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._len_torch_function_stack(),
-    )
+    after = traces_of(model)
     assert trace.blind == ""
     assert trace.faithful
     assert trace.unrepeated is None
