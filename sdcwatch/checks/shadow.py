@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import collections
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdcwatch.checks.fingerprint import digest_tensors, to_pairs
 from sdcwatch.checks.module_state import Name, StateWatch, spoken
 from sdcwatch.checks.serialise import PLAIN
 
 LEARNED_STEPS = 3
+_NOTHING = object()
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -38,6 +40,7 @@ class ForwardShadow:
 
     def __init__(self, watch: StateWatch, limit_bytes: int) -> None:
         self._watch, self._limit = watch, limit_bytes
+        self._owners: dict[str, nn.Module] = {}
         self._learning = LEARNED_STEPS
         self._moving: set[Name] = set()
         self._attributes: set[Name] = set()
@@ -51,7 +54,9 @@ class ForwardShadow:
 
     def begin(self) -> None:
         """Before the first call of a step. Waits for the device in the first steps only."""
-        buffers = dict(self._watch.buffers())
+        if self._learning:
+            self._owners = self._watch.owners()  # a walk over all modules: not in every step
+        buffers = dict(self._buffers())
         self._seen = {name: (id(b), b._version) for name, b in buffers.items()}
         wanted = buffers if self._learning else {n: buffers[n] for n in self._moving & {*buffers}}
         if sum(b.numel() * b.element_size() for b in wanted.values()) > self._limit:
@@ -60,12 +65,16 @@ class ForwardShadow:
         self._copy(wanted)
         if self._learning:
             self._tokens, self._digests = self._watch.tokens(), _digests(buffers)
-        if self._learning or self._attributes:
-            self._values = {
-                name: Kept(value)
-                for name, value in self._watch.values()
-                if self._learning or name in self._attributes
-            }
+            self._values = {name: Kept(value) for name, value in self._watch.values()}
+        else:
+            held = ((n, self._owners[n[0]].__dict__.get(n[1], _NOTHING)) for n in self._attributes)
+            self._values = {name: Kept(value) for name, value in held if value is not _NOTHING}
+
+    def _buffers(self) -> Iterator[tuple[Name, Tensor]]:
+        for owner, module in self._owners.items():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (owner, key), buffer
 
     @torch.no_grad()
     def _copy(self, buffers: dict[Name, Tensor]) -> None:
@@ -75,7 +84,7 @@ class ForwardShadow:
             if copy is None or not _alike(copy, buffer):
                 self._copies[name] = buffer.detach().clone()
             else:
-                live.append(buffer.detach())
+                live.append(buffer)
                 copies.append(copy)
         if copies:
             torch._foreach_copy_(copies, live)
@@ -86,27 +95,27 @@ class ForwardShadow:
             return
         moved = {
             name
-            for name, buffer in self._watch.buffers()
+            for name, buffer in self._buffers()
             if self._seen.get(name) != (id(buffer), buffer._version)
         }
         if self._learning:
             self._learning -= 1
-            live = dict(self._watch.buffers())
+            live = dict(self._buffers())
             digests = _digests(live)
             moved |= {n for n in live if digests[n] != self._digests.get(n)}
             now = self._watch.tokens()
             names = {*now, *self._tokens}
             self._attributes |= {n for n in names if now.get(n) != self._tokens.get(n)}
         # BatchNorm's kernels write statistics past the version counter, but its count moves too.
-        owners = {owner for owner, _ in moved - self._moving}
-        self._moving |= moved | {n for n, _ in self._watch.buffers() if n[0] in owners}
+        if owners := {owner for owner, _ in moved - self._moving}:
+            self._moving |= moved | {n for n, _ in self._buffers() if n[0] in owners}
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back in place, and note what could not be."""
         self.learn()
         left = [spoken(n) for n in self._moving if n not in self._held and n in self._seen]
-        owners = self._watch.owners()
+        owners = self._owners
         for (owner, key), buffer in self._held.items():
             owners[owner]._buffers[key] = buffer
         names = list(self._held)
