@@ -162,16 +162,20 @@ def _digests(buffers: dict[Name, Tensor]) -> dict[Name, Any]:
 
 
 class Kept:
-    """One attribute: the object, and what was in it."""
+    """A value of any kind: the object, and what was in it, one level deep."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
         self._content: Any = _content(value)
 
     def put_back(self, attributes: dict[str, Any], key: str) -> bool:
-        """Whether it could be."""
+        """Make it the attribute again, as it was; whether that could be done."""
+        attributes[key] = self._value
+        return self.refill()
+
+    def refill(self) -> bool:
+        """Put back into the object what was in it; whether that could be done."""
         value, content = self._value, self._content
-        attributes[key] = value
         if isinstance(value, Tensor):
             if content is not None:
                 value.detach().copy_(content)

@@ -7,7 +7,7 @@ zeroed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.fingerprint import combine, digest_tensors
+from sdcwatch.checks.shadow import Kept
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 
 
@@ -88,30 +89,17 @@ class _Snapshot:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._attributes = vars(optimizer)
         self._before = {k: v for k, v in vars(optimizer).items() if not k.startswith(_OF_TORCH)}
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._seen: set[int] = set()
+        self._kept: dict[int, Kept] = {}
         for value in self._before.values():
             self._keep(value)
 
     def _keep(self, value: Any) -> None:
-        if id(value) in self._seen:
+        if id(value) in self._kept or not isinstance(value, (torch.Tensor, dict, list, tuple)):
             return
-        self._seen.add(id(value))
-        inside: Iterable[Any] = ()
-        if isinstance(value, torch.Tensor):
-            self._tensors.append((value.detach(), value.detach().clone()))
-        elif isinstance(value, dict):
-            self._dicts.append((value, dict(value)))
-            inside = list(value.values())
-        elif isinstance(value, list):
-            self._lists.append((value, list(value)))
-            inside = list(value)
-        elif isinstance(value, tuple):
-            inside = value
-        for one in inside:
-            self._keep(one)
+        self._kept[id(value)] = Kept(value)
+        if not isinstance(value, torch.Tensor):
+            for one in value.values() if isinstance(value, dict) else value:
+                self._keep(one)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -119,13 +107,8 @@ class _Snapshot:
             if name not in self._before:
                 del self._attributes[name]
         self._attributes.update(self._before)
-        for mapping, items in self._dicts:
-            mapping.clear()
-            mapping.update(items)
-        for sequence, values in self._lists:
-            sequence[:] = values
-        for live, copy in self._tensors:
-            live.copy_(copy)
+        for kept in self._kept.values():
+            kept.refill()
 
 
 class Adoption:
