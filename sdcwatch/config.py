@@ -173,9 +173,14 @@ class GuardConfig:
         buffers: Fingerprint floating-point buffers too (check 3). BatchNorm statistics differ
             between replicas by design.
         preflight_micro_batches: Micro-batches recomputed before arming.
-        deadline_seconds: Soft deadline of the guard's own collectives.
+        deadline_seconds: After that long in an operation of the guard the other ranks are asked
+            where they are: one that has gone, or went past it, ends the run.
+        late_seconds: How long a rank that is alive and behind is waited for.
         hang_seconds: Time that a backward may take before the liveness check.
-        on_hang: "report", or "exit" with code 84 after the liveness check.
+        on_hang: "report", or "exit" with code 84 after a liveness check that some rank did not
+            answer.
+        handle_sigterm: On SIGTERM, end the run with a last record and a bounded wait for a scrape,
+            where the program has no handler of its own; False leaves the signal alone.
         node: Name of this rank's node; default `SDCWATCH_NODE`, else the host name.
         instance_id: What a replacement request names; default `SDCWATCH_INSTANCE_ID`, else the
             host name.
@@ -204,8 +209,10 @@ class GuardConfig:
     buffers: bool = False
     preflight_micro_batches: int = 2
     deadline_seconds: float = 60.0
+    late_seconds: float = 3600.0
     hang_seconds: float = 300.0
     on_hang: Literal["report", "exit"] = "report"
+    handle_sigterm: bool = True
     node: str | None = None
     instance_id: str | None = None
     gpu_uuid: str | None = None
@@ -275,8 +282,10 @@ class GuardOptions(TypedDict, total=False):
     buffers: bool
     preflight_micro_batches: int
     deadline_seconds: float
+    late_seconds: float
     hang_seconds: float
     on_hang: Literal["report", "exit"]
+    handle_sigterm: bool
     node: str | None
     instance_id: str | None
     gpu_uuid: str | None
@@ -323,9 +332,9 @@ def _parse(name: str, text: str) -> Any:
     try:
         if name in _INTEGERS:
             return None if text.lower() == "none" else int(text)
-        if name in ("deadline_seconds", "hang_seconds"):
+        if name in ("deadline_seconds", "late_seconds", "hang_seconds"):
             return float(text)
-        if name in ("buffers", "console"):
+        if name in ("buffers", "console", "handle_sigterm"):
             return _BOOLEANS[text.lower()]
     except (ValueError, KeyError):
         variable = f"SDCWATCH_{name.upper()}"

@@ -75,22 +75,35 @@ class SchemaMismatch(SdcwatchError, SystemExit):
 
 
 class Desync(SdcwatchError, SystemExit):
-    """Ranks called the guard at different steps or for different operations.
+    """Ranks called the guard at different steps or for different operations, or not at all.
 
     Attributes:
-        positions: For each rank, the operation and the step it was at.
+        positions: For each rank, the operation and the step it was at; at most eight ranks of those
+            that went past an operation.
+        past: The operation of the guard that some ranks went past, or "".
+        ranks: Those that went past it.
     """
 
     exit_code = EXIT_DESYNC
 
-    def __init__(self, positions: Mapping[int, str]) -> None:
-        self.positions = dict(positions)
+    def __init__(
+        self, positions: Mapping[int, str], *, past: str = "", ranks: Sequence[int] = ()
+    ) -> None:
+        self.positions, self.past, self.ranks = dict(positions), past, tuple(ranks)
         places = ", ".join(f"rank {rank}: {at}" for rank, at in sorted(self.positions.items()))
-        super().__init__(
-            f"Expected every rank at the same operation of the guard, but got {places}. "
-            "Make the same calls on every rank, in the same order: save_checkpoint and may_save "
-            "too, never inside `if rank == 0`."
-        )
+        if past:
+            named = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+            super().__init__(
+                f"Expected every rank at {past}, but rank {named} went past it ({places}). Was it "
+                "called under `if rank == 0`? Call it on every rank: the guard decides together, "
+                "and save_checkpoint saves on rank 0 by itself."
+            )
+        else:
+            super().__init__(
+                f"Expected every rank at the same operation of the guard, but got {places}. "
+                "Make the same calls on every rank, in the same order: save_checkpoint and "
+                "may_save too, never inside `if rank == 0`."
+            )
         self.code = self.exit_code
 
 

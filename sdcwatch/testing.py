@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from sdcwatch.core.records import Record
+from sdcwatch.core.waiting import Stage
 from sdcwatch.guard import exchange as _exchange
 
 T = TypeVar("T")
@@ -139,7 +140,7 @@ class ThreadExchange:
         """Every rank has run out of inputs."""
         self._hub.joined = False
 
-    def position(self, text: str) -> None:
+    def move(self, step: int, stage: Stage, doing: str) -> None:
         """Nothing asks for it."""
 
     def leave(self, note: str) -> None:

@@ -15,6 +15,8 @@ from sdcwatch.core.text import list_ranks
 from sdcwatch.core.topology import RankInfo
 
 SHOWN_DIFFERENCES = 10
+SPARE_FILES = 32
+"""Files that a rank may need besides: event logs, endpoints, a connection to a server."""
 
 Schema = Sequence[tuple[str, str, str]]
 """Name, shape and dtype of every tensor that must be the same on all ranks."""
@@ -30,12 +32,14 @@ class Introduction:
         run_id: What tells it from another run of that name; that of rank 0 counts.
         options: Options that decide when ranks meet, those that are not the default, as text.
         schema: Digest of the model's schema; see `schema_digest`.
+        files: How many more files and sockets it may open.
     """
 
     info: RankInfo
     run: str
     options: Mapping[str, str]
     schema: str
+    files: int
     run_id: str = ""
 
     def encode(self) -> bytes:
@@ -79,6 +83,26 @@ def option_differences(
             parts = [f"{value} on {list_ranks(ranks)}" for value, ranks in sides.items()]
             said.append(f"`{name}` {', '.join(parts)}")
     return said
+
+
+def files_needed(world_size: int, partners: int) -> int:
+    """Sockets of a rank's guard, and some to spare; bounded by a logarithm whatever the world is.
+
+    Args:
+        world_size: Number of ranks.
+        partners: Ranks with which it may exchange micro-batches.
+    """
+    return partners + 4 * max(1, world_size - 1).bit_length() + SPARE_FILES
+
+
+def file_problem(introductions: Sequence[Introduction], needed: int) -> str:
+    """Which ranks cannot open as many files as a guard needs, as a clause, or ""."""
+    short = [one.info.rank for one in introductions if one.files < needed]
+    if not short:
+        return ""
+    fewest = min(introductions, key=lambda one: one.files)
+    left, node = fewest.files, fewest.info.node
+    return f"only {left} on rank {fewest.info.rank} ({node}); too few on {list_ranks(short)}"
 
 
 def same_schema(introductions: Sequence[Introduction]) -> bool:

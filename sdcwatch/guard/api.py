@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -21,13 +23,20 @@ from sdcwatch.core.records import (
     RunFinished,
     Verdict,
 )
-from sdcwatch.errors import ConfigurationError, CorruptionDetected, RankGone, SdcwatchError
+from sdcwatch.errors import (
+    ConfigurationError,
+    CorruptionDetected,
+    Desync,
+    RankGone,
+    SdcwatchError,
+)
 from sdcwatch.guard.checkpoint import require_place
 from sdcwatch.guard.exchange import Operation, agree
 from sdcwatch.guard.join import JoinableGuard
 from sdcwatch.guard.optimizer import Adoption, OptimizerHooks
 from sdcwatch.guard.reporter import LOG
 from sdcwatch.guard.setup import assemble, register_hook
+from sdcwatch.guard.sigterm import Terminated, TerminationHandler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,6 +83,29 @@ def init(
     return Guard(model, optimizer, **options)
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _remembers(
+    method: Callable[Concatenate[Guard, _P], _T],
+) -> Callable[Concatenate[Guard, _P], _T]:
+    """What ends the run in a method of the guard is remembered for its last record.
+
+    Those errors are `SystemExit` too, which the interpreter does not keep for atexit handlers.
+    """
+
+    @functools.wraps(method)
+    def remembering(guard: Guard, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(guard, *args, **kwargs)
+        except (CorruptionDetected, Desync, RankGone) as error:
+            guard._error = error
+            raise
+
+    return remembering
+
+
 class Guard(JoinableGuard):
     """Guards one run; made by `sdcwatch.init`. Use it as a context manager or call `close`.
 
@@ -83,7 +115,8 @@ class Guard(JoinableGuard):
     def __init__(
         self, model: torch.nn.Module, optimizer: Any, **options: Unpack[GuardOptions]
     ) -> None:
-        self._closed = False
+        self._closed = self._ending = self._explaining = False
+        self._error: BaseException | None = None
         self._asked: tuple[int, GateDecision] | None = None
         made = assemble(model, optimizer, options)
         super().__init__(made.exchange, made.guarded.device, made.guarded.process_group)
@@ -100,6 +133,10 @@ class Guard(JoinableGuard):
             lambda text: self._reporter.note_once("optimizer_found", text),
         )
         self._steps.recover = self._recover
+        self._exports, self._export_seconds = made.exports, made.export_seconds
+        self._sigterm = (
+            TerminationHandler(self._is_busy, self._end_now) if made.config.handle_sigterm else None
+        )
         atexit.register(self._at_exit)
         try:
             self._replicas.check(self._steps.step)
@@ -133,6 +170,7 @@ class Guard(JoinableGuard):
         for hooks in self._hooks:
             hooks.recover()
 
+    @_remembers
     def save_checkpoint(
         self,
         save: Callable[[], object],
@@ -228,9 +266,23 @@ class Guard(JoinableGuard):
         if gone is not None:
             raise gone from error
 
-    def _explained(self, error: BaseException) -> RankGone | None:
-        watchdog = self._watchdog
-        return None if self._closed or watchdog is None else watchdog.explain(error)
+    def _explained(self, error: BaseException) -> SdcwatchError | None:
+        if self._ending or self._watchdog is None:
+            return None
+        self._explaining = True
+        return self._watchdog.explain(error)
+
+    def _is_busy(self) -> bool:
+        """Whether the training thread ends the run, or finds out why it ends."""
+        return self._ending or self._explaining or self._exchange.liveness.asking
+
+    def _end_now(self) -> int:
+        """End the run from another thread, because the training thread does not come back."""
+        if self._ending:
+            return exit_code_of(self._error)
+        error = (self._watchdog.missing() if self._watchdog is not None else None) or Terminated()
+        self._close(error)
+        return exit_code_of(error)
 
     def others_synchronise(self) -> bool:
         """See `JoinableGuard`."""
@@ -266,9 +318,10 @@ class Guard(JoinableGuard):
             msg = "Expected an open guard, but got a closed one. Call sdcwatch.init() again."
             raise SdcwatchError(msg)
 
-    def _close(self, error: BaseException | None) -> None:
-        if self._closed:
+    def _close(self, error: BaseException | None, exit_code: int | None = None) -> None:
+        if self._ending:
             return
+        self._ending = True
         try:
             if error is None:
                 self._settle(closing=True)
@@ -284,13 +337,18 @@ class Guard(JoinableGuard):
                 hooks.remove()
             self._capture.detach()
             self._probes.release()
-            self._say_once_more(error or self._steps.error)
-            self._leave(self._finished(error or self._steps.error))
+            self._error = error = error or self._error or self._steps.error
+            self._say_once_more(error)
+            code = exit_code_of(error) if exit_code is None else exit_code
+            self._leave(self._finished(error, code))
 
     def _at_exit(self) -> None:
         """The script ends without close(): after an exception that nobody caught, or by mistake."""
         error = getattr(sys, "last_value", None)
-        self._close(None if error is None else self._explained(error) or error)
+        if error is None:
+            self._close(None)
+        else:  # what the interpreter ends with is settled by now
+            self._close(self._explained(error) or error, exit_code_of(error))
 
     def _say_once_more(self, error: BaseException | None) -> None:
         """A finding ends the process without a traceback: the leader says it, whatever happens."""
@@ -303,17 +361,44 @@ class Guard(JoinableGuard):
             self._watchdog.close()
         self._reporter.emit(finished)
         self._reporter.close()
+        self._leave_in_order()
         self._close_console()
         self._exchange.close()
+        if self._sigterm is not None:
+            self._sigterm.close(failed=finished.exit_code != 0)
 
-    def _finished(self, error: BaseException | None) -> RunFinished:
-        code, state, reason = 0, GuardState.FINISHED, "the run ended"
-        if error is not None:
-            code, state = getattr(error, "exit_code", 1), GuardState.FAILED
-            reason = f"the run ended with {type(error).__name__}"
+    def _leave_in_order(self) -> None:
+        """After a failure of all ranks, those that report leave first.
+
+        A launcher ends every process once one has failed: whoever is scraped must not be one of
+        those it finds alive before the last state was fetched.
+        """
+        liveness, error = self._exchange.liveness, self._error
+        if self._exports:
+            liveness.exported()
+        elif isinstance(error, CorruptionDetected | Desync | RankGone) and 0 not in getattr(
+            error, "ranks", ()
+        ):
+            liveness.await_exported(self._export_seconds)
+
+    def _finished(self, error: BaseException | None, code: int) -> RunFinished:
+        state, reason = GuardState.FINISHED, "the run ended"
+        if error is not None and code != 0:
+            state, reason = GuardState.FAILED, f"the run ended with {type(error).__name__}"
         if self._replicas.tainted is not None:
             state = GuardState.TAINTED
             reason = f"the run was tainted at step {self._replicas.tainted.step}"
         return RunFinished(
             step=self._steps.step, time=time.time(), state=state, reason=reason, exit_code=code
         )
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The code that the interpreter ends with if nobody catches `error`."""
+    if error is None:
+        return 0
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return int(getattr(error, "exit_code", 1))

@@ -45,7 +45,7 @@ class CheckpointGate:
         if on == "all" or self._exchange.rank == 0:
             try:
                 save()
-            except BaseException as raised:  # some frameworks raise one that is no Exception
+            except BaseException as raised:  # DCP raises one; the others wait for this rank
                 error = raised
         operation = f"the end of save_checkpoint of step {step}"
         failed = self._exchange.max_int64s(

@@ -1,9 +1,10 @@
 """Every collective of the guard, behind one protocol. The only module that talks to the backend.
 
 Control traffic runs on a gloo group of the guard's own, so that it cannot interleave with DDP's.
-Each operation is issued async and awaited with a *soft* deadline, which leaves the group usable;
-when it passes, a liveness check through the store finds out who is missing, and `RankGone` names
-them.
+Each operation is issued async and waited for with a *soft* deadline, which leaves the group usable.
+When it passes, a liveness check through the store finds out where the others are, and
+`sdcwatch.core.waiting` says what that means: a rank that is late is waited for, one that has gone
+ends in `RankGone`, one that went past the operation in `Desync`.
 
 On CUDA the two-word all-reduce of every step runs on DDP's own group, on the device: the end of the
 backward is a fixed point of the host order there, and no second communicator is needed. Everything
@@ -16,8 +17,12 @@ step, ranks are not at the same place, and everybody learns it together.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import hashlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -27,10 +32,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from sdcwatch.core.waiting import Answer, Finding, Position, Stage, describe, judge_wait
 from sdcwatch.errors import ConfigurationError, Desync, RankGone
-from sdcwatch.guard.watchdog import LivenessCheck, what_is_known
+from sdcwatch.guard.watchdog import STORE_SECONDS, LivenessCheck, bounded, ran_apart
 
-_POLL_SECONDS = 0.05
+RECHECK_SECONDS = 60.0
+"""Time between two liveness checks while a rank is late."""
+MOMENT_SECONDS = 0.5
+"""What an operation may take to end once its last rank has come."""
+ARRIVALS = 62
+"""Ranks per counter of the bitmap of arrivals."""
 SAVE_SECONDS = 3600.0
 """How long other ranks wait for one that saves a checkpoint."""
 HARD_SECONDS = 2 * SAVE_SECONDS
@@ -95,8 +106,8 @@ class Exchange(Protocol):
         """Every rank has run out of inputs: forget it. No collective."""
         ...
 
-    def position(self, text: str) -> None:
-        """Remember what this rank is doing, for a liveness check that another rank starts."""
+    def move(self, step: int, stage: Stage, doing: str) -> None:
+        """This rank goes on in the loop: remembered for a liveness check of another rank."""
         ...
 
     def leave(self, note: str) -> None:
@@ -111,11 +122,18 @@ class Exchange(Protocol):
 class GlooExchange:
     """An `Exchange` over a gloo group of the guard's own.
 
+    Connections are made when two ranks first talk. Those that audits need are made by `connect`,
+    within the deadline; there are as many per rank however many ranks there are.
+
     Args:
         process_group: The group of the replicas, usually DDP's; None for the default group.
-        deadline_seconds: Soft deadline of each operation.
+        deadline_seconds: After that long in an operation the others are asked where they are.
+        late_seconds: How long a rank that is alive and behind is waited for.
         device: Where the two-word all-reduce of a step runs; CUDA means DDP's own group.
-        on_absent: Called with the result of a liveness check before `RankGone` is raised.
+
+    Attributes:
+        on_absent: Called with what a liveness check found, the operation, and the seconds waited.
+        liveness: The liveness check.
 
     Raises:
         ConfigurationError: No process group is initialised.
@@ -127,38 +145,73 @@ class GlooExchange:
         process_group: Any = None,
         *,
         deadline_seconds: float = 60.0,
+        late_seconds: float = 3600.0,
         device: torch.device | None = None,
-        on_absent: Callable[[str, tuple[int, ...], dict[int, str], float], None] | None = None,
     ) -> None:
         require_process_group()
         parent = process_group if process_group is not None else dist.group.WORLD
         self.rank = dist.get_rank(parent)
         self.world_size = dist.get_world_size(parent)
-        self._store = store = _own_store(parent)
-        self._deadline = deadline_seconds
-        self.on_absent = on_absent
-        self.liveness = LivenessCheck(store, self.rank, self.world_size, deadline_seconds + 1.0)
+        self._store = _own_store(parent)
+        self._deadline, self._late = deadline_seconds, late_seconds
+        self.on_absent: Callable[[Finding, str, float], None] | None = None
+        self.liveness = LivenessCheck(self._store, self.rank, self.world_size)
         self._await_everyone()
-        # Made directly rather than by new_group, which every rank of the job would have to call,
-        # and whose counters must agree on all of them. The hard timeout is far above the soft
-        # deadline: it would destroy the group.
-        hard = timedelta(seconds=max(HARD_SECONDS, 20 * deadline_seconds))
-        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, hard)
+        self._group: Any = self._make_group()
         self._device_group = parent if device is not None and device.type == "cuda" else None
         self._device = device
+
+    def own_client(self) -> Any:
+        """A second client of this exchange's store: a client serves one thread at a time."""
+        return self._store.clone()
 
     def _await_everyone(self) -> None:
         """Meet in the store first: making a group waits for its hard timeout."""
         started = time.monotonic()
-        try:
-            self._store.add("started", 1)
-            while self._store.add("started", 0) < self.world_size:
-                if time.monotonic() - started > self._deadline:
-                    msg = "not every rank has come"
-                    raise TimeoutError(msg)
-                time.sleep(_POLL_SECONDS)
-        except (RuntimeError, TimeoutError) as error:
-            self._gone("sdcwatch.init", error, time.monotonic() - started)
+        word, bit = divmod(self.rank, ARRIVALS)
+
+        def arrive() -> None:
+            self._store.add(f"arrived/{word}", 1 << bit)
+            if self._store.add("started", 1) == self.world_size:
+                self._store.set("everyone", "1")
+            self._store.wait(["everyone"], timedelta(seconds=self._deadline))
+
+        _, problem = bounded(arrive, self._deadline + STORE_SECONDS)
+        if problem:
+            missing, unknown = bounded(self._not_arrived, STORE_SECONDS)
+            finding = Finding(silent=missing or (), store_error=unknown)
+            self._gone(finding, "sdcwatch.init", time.monotonic() - started, problem)
+
+    def _not_arrived(self) -> tuple[int, ...]:
+        words = [self._store.add(f"arrived/{w}", 0) for w in range(-(-self.world_size // ARRIVALS))]
+        ranks = range(self.world_size)
+        return tuple(r for r in ranks if not words[r // ARRIVALS] >> r % ARRIVALS & 1)
+
+    def _make_group(self) -> Any:
+        # Made directly rather than by new_group, which every rank of the job would have to call,
+        # and whose counters must agree on all of them. The hard timeout is far above the soft
+        # deadline: it would destroy the group.
+        hard = timedelta(seconds=max(HARD_SECONDS, 2 * self._late, 20 * self._deadline))
+        started = time.monotonic()
+        group, problem = bounded(
+            lambda: lazy_group(self._store, self.rank, self.world_size, hard), self._deadline
+        )
+        if problem:
+            finding = Finding(store_error="" if group is None else problem)
+            self._gone(finding, "sdcwatch.init", time.monotonic() - started, problem)
+        return group
+
+    def connect(self, partners: Sequence[int]) -> None:
+        """Make connections now, so that no audit has to, all within one deadline.
+
+        Every rank calls it; if one rank names another, so does the other name it.
+
+        Raises:
+            RankGone: A rank did not answer.
+        """
+        one = {rank: torch.ones(1, dtype=torch.uint8) for rank in partners}
+        got = {rank: torch.empty(1, dtype=torch.uint8) for rank in partners}
+        self._await(lambda: _Messages(self._group, one, got), "sdcwatch.init")
 
     def max_int64s(
         self,
@@ -168,28 +221,29 @@ class GlooExchange:
         extra_seconds: float = 0.0,
         on_device: bool = False,
     ) -> tuple[int, ...]:
-        """Element-wise maximum; see `Exchange.max_words`."""
+        """Element-wise maximum; see `Exchange.max_int64s`."""
         if on_device and self._device_group is not None:
+            self.liveness.begin(operation)
             there = torch.tensor(words, dtype=torch.int64, device=self._device)
             dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self._device_group)
             return tuple(there.tolist())
         tensor = torch.tensor(words, dtype=torch.int64, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._await(lambda: [self._group.allreduce([tensor], options)], operation, extra_seconds)
+        self._await(lambda: self._group.allreduce([tensor], options), operation, extra_seconds)
         return tuple(tensor.tolist())
 
     def gather(self, message: bytes, operation: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         """Every rank's message; see `Exchange.gather`. Sizes travel first."""
         own = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         sizes = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._await(lambda: [self._group.allgather([sizes], [own])], operation, extra_seconds)
+        self._await(lambda: self._group.allgather([sizes], [own]), operation, extra_seconds)
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
         if message:
             padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         rows = [torch.empty_like(padded) for _ in range(self.world_size)]
-        self._await(lambda: [self._group.allgather([rows], [padded])], operation)
+        self._await(lambda: self._group.allgather([rows], [padded]), operation)
         return [bytes(row[:n].numpy()) for row, n in zip(rows, lengths, strict=True)]
 
     def route(
@@ -201,40 +255,86 @@ class GlooExchange:
         """
         sizes = {r: torch.tensor([t.numel()], dtype=torch.int64) for r, t in outgoing.items()}
         expected = {r: torch.zeros(1, dtype=torch.int64) for r in incoming}
-        self._await(lambda: self._post(sizes, expected), operation)
+        self._await(lambda: _Messages(self._group, sizes, expected), operation)
         buffers = {r: torch.empty(int(n), dtype=torch.uint8) for r, n in expected.items()}
-        self._await(lambda: self._post(outgoing, buffers), operation)
+        self._await(lambda: _Messages(self._group, outgoing, buffers), operation)
         return buffers
 
-    def _post(
-        self, outgoing: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor]
-    ) -> list[Any]:
-        works = [self._group.recv([t], r, 0) for r, t in buffers.items()]
-        works += [self._group.send([t], r, 0) for r, t in outgoing.items()]
-        return works
-
-    def _await(
-        self, issue: Callable[[], list[Any]], operation: str, extra_seconds: float = 0.0
-    ) -> None:
+    def _await(self, issue: Callable[[], Any], operation: str, extra_seconds: float = 0.0) -> None:
+        """Issue an operation and wait for it, asking where the others are when it takes long."""
+        at = self.liveness.begin(operation)
         started = time.monotonic()
-        deadline = self._deadline + extra_seconds
+        patience = self._deadline
+        work: Any = None
         try:
-            for work in issue():
-                left = max(0.001, deadline - (time.monotonic() - started))
-                work.wait(timeout=timedelta(seconds=left))
-        except RuntimeError as error:
-            self._gone(operation, error, time.monotonic() - started)
+            work = _issued(issue)
+            while (broken := _unfinished(work, patience)) is not None:
+                waited = time.monotonic() - started
+                if self._finished_meanwhile(work, at, operation, waited, broken, extra_seconds):
+                    break
+                patience = max(1.0, min(self._deadline, RECHECK_SECONDS))
+        except BaseException:
+            _keep_for_good(self._group)  # what was begun is still under way
+            if isinstance(work, _Messages):
+                work.give_up()
+            raise
+        finally:
+            self.liveness.end(operation)
 
-    def _gone(self, operation: str, error: Exception, waited: float) -> None:
-        absent, known, store_error = self.liveness.call(operation)
-        if self.on_absent is not None:
-            self.on_absent(operation, absent, known, waited)
-        said = [what_is_known(absent, known, store_error)]
-        said.append(f"waited {waited:.1f} s: {str(error).splitlines()[0][:120]}")
-        gone = RankGone(absent, "; ".join(said), operation)
+    def _finished_meanwhile(
+        self,
+        work: Any,
+        at: Position,
+        operation: str,
+        waited: float,
+        broken: str,
+        extra_seconds: float,
+    ) -> bool:
+        """The operation takes long, or broke: find out why; raises unless it is worth waiting.
+
+        Returns:
+            Whether the operation ended well while the others were asked.
+        """
+        # Also if it ends well: a group that an operation was late on may never be destroyed.
+        _keep_for_good(self._group)
+        finding = self.liveness.call(at)
+        answer = judge_wait(
+            finding,
+            waited_seconds=waited - extra_seconds,
+            late_seconds=self._late,
+            broken=bool(broken),
+        )
+        # The last rank may have come while the others were asked.
+        if not broken and _unfinished(work, MOMENT_SECONDS) is None:
+            return True
+        if answer is Answer.DESYNC:
+            error = ran_apart(finding)
+            LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
+            raise error
+        if answer is Answer.GONE:
+            self._gone(finding, operation, waited, broken)
+        if waited >= extra_seconds:
+            self._is_late(finding, operation, waited)
+        return False
+
+    def _is_late(self, finding: Finding, operation: str, waited: float) -> None:
+        if not (finding.elected or self.rank == 0):
+            return
+        if self.on_absent is not None and finding.absent:
+            self.on_absent(finding, operation, waited)
+        else:
+            LOG.warning("%s takes long (%.0f s): %s", operation, waited, describe(finding))
+
+    def _gone(self, finding: Finding, operation: str, waited: float, problem: str) -> None:
+        if self.on_absent is not None and (finding.elected or self.rank == 0):
+            self.on_absent(finding, operation, waited)
+        said = [describe(finding), f"waited {waited:.1f} s"]
+        if problem:
+            said[-1] += f": {problem[:120]}"
+        gone = RankGone(finding.absent, "; ".join(said), operation)
         if self.on_absent is None:  # during init: nobody has said it yet
             LOG.critical(gone)
-        raise gone from error
+        raise gone
 
     def mark_joined(self) -> None:
         """See `Exchange.mark_joined`."""
@@ -248,16 +348,117 @@ class GlooExchange:
         """See `Exchange.all_joined`."""
         self._store.delete_key("joined")
 
-    def position(self, text: str) -> None:
-        """See `Exchange.position`."""
-        self.liveness.position(text)
+    def move(self, step: int, stage: Stage, doing: str) -> None:
+        """See `Exchange.move`."""
+        self.liveness.move(step, stage, doing)
 
     def leave(self, note: str) -> None:
         """See `Exchange.leave`."""
         self.liveness.leave(note)
 
     def close(self) -> None:
-        """Nothing to give back: the group ends with this object."""
+        """Nothing to give back: the group lives as long as the process."""
+
+
+class _Messages:
+    """Point-to-point messages under way.
+
+    They are waited for in a thread: a wait that times out on gloo ends every connection of the
+    group, so that nothing could be waited for after it.
+    """
+
+    def __init__(
+        self, group: Any, outgoing: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor]
+    ) -> None:
+        self._works = [group.recv([t], r, 0) for r, t in buffers.items()]
+        self._works += [group.send([t], r, 0) for r, t in outgoing.items()]
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._finish, name="sdcwatch-messages", daemon=True)
+        self._thread.start()
+
+    def _finish(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait for all of them.
+
+        Raises:
+            RuntimeError: They are still under way, or a connection broke.
+        """
+        self._thread.join(timeout.total_seconds())
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            msg = "messages are still under way"
+            raise RuntimeError(msg)
+
+    def give_up(self) -> None:
+        """Wake the thread: one that came back while the interpreter ends would abort the process.
+
+        A wait that times out ends every connection, which is what is wanted here.
+        """
+        for work in self._works:
+            with contextlib.suppress(RuntimeError):
+                work.wait(timeout=timedelta(milliseconds=1))
+        self._thread.join(1.0)
+
+
+class _Broken:
+    """An operation that could not even begin."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        """Say why.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise self._error
+
+
+def _issued(issue: Callable[[], Any]) -> Any:
+    try:
+        return issue()
+    except RuntimeError as error:
+        return _Broken(error)
+
+
+def _unfinished(work: Any, seconds: float) -> str | None:
+    """None once an operation has ended well; "" if it is under way, or what broke it."""
+    started = time.monotonic()
+    try:
+        work.wait(timeout=timedelta(seconds=seconds))
+    except RuntimeError as error:
+        under_way = time.monotonic() - started >= seconds
+        return "" if under_way else str(error).splitlines()[0]
+    return None
+
+
+def lazy_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """A gloo group that connects two ranks when they first talk, and not everybody with everybody.
+
+    A full mesh is W - 1 sockets on every rank, and 8 W² bytes in the store.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_default_device(lazy_init=True)]
+    return gloo(store, rank, world_size, options)
+
+
+def _keep_for_good(group: Any) -> None:
+    """Give a group a reference that nobody lets go of.
+
+    The destructor of a gloo group joins operations that are under way, until its hard timeout: two
+    hours here, after a rank has gone. `abort` does not end them. A process that ends frees it all.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _own_store(parent: Any) -> Any:
@@ -266,9 +467,10 @@ def _own_store(parent: Any) -> Any:
     Ranks count their arrivals in the store; an exchange of W ranks is one generation of W arrivals.
     """
     c10d = dist.distributed_c10d
+    # By the full list: groups that overlap may share first, last and number of ranks.
     ranks = dist.get_process_group_ranks(parent)
-    name = f"sdcwatch/{ranks[0]}-{ranks[-1]}-{len(ranks)}/"
-    corner = c10d.PrefixStore(name, c10d._get_default_store())
+    listed = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=12).hexdigest()
+    corner = c10d.PrefixStore(f"sdcwatch/{listed}/", c10d._get_default_store())
     generation = (corner.add("arrivals", 1) - 1) // len(ranks)
     return c10d.PrefixStore(f"{generation}/", corner)
 
@@ -410,6 +612,14 @@ class Operation(IntEnum):
         return {1: "the end of the backward", 2: "the weight check", 3: "save_checkpoint"}[self]
 
 
+STAGES = {
+    Operation.STEP: Stage.STEP,
+    Operation.WEIGHTS: Stage.WEIGHTS,
+    Operation.SAVE: Stage.SAVE,
+}
+"""Where in a step each operation has its place."""
+
+
 class Code(IntEnum):
     """What a rank has to say at the end of its backward; the largest of all ranks counts."""
 
@@ -431,7 +641,8 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
         RankGone: A rank did not answer within the deadline.
     """
     at = f"{operation.words} of step {step}"
-    exchange.position(at)
+    stage = STAGES[operation]
+    exchange.move(step, stage, f"before {at}")
     word = (((operation << _STEP_BITS) | step) << _CODE_BITS) | code
     on_device = operation is Operation.STEP
     top, complement = exchange.max_int64s((word, ~word), at, on_device=on_device)
@@ -440,7 +651,7 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
         error = Desync(dict(enumerate(gather_json(exchange, at, at))))
         LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
         raise error
-    exchange.position(f"in the training loop after {at}")
+    exchange.move(step, stage, f"in the training loop after {at}")
     return top & ((1 << _CODE_BITS) - 1)
 
 

@@ -7,7 +7,9 @@ on the optimizer until all of that has passed.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,14 +31,23 @@ from sdcwatch.checks.trace import REPEATS, disputed_trace, repeated_trace
 from sdcwatch.config import GuardConfig, LauncherEnvironment, launcher_environment
 from sdcwatch.core.introduction import (
     Introduction,
+    file_problem,
+    files_needed,
     option_differences,
     same_schema,
     schema_differences,
     schema_digest,
 )
-from sdcwatch.core.records import Hang, RunStarted
+from sdcwatch.core.records import RunStarted
 from sdcwatch.core.text import count, list_names
-from sdcwatch.core.topology import RankInfo, Topology, choose_fault_domain, pairing_problem
+from sdcwatch.core.topology import (
+    RankInfo,
+    Topology,
+    choose_fault_domain,
+    pairing_problem,
+    partners,
+)
+from sdcwatch.core.waiting import Finding
 from sdcwatch.errors import ConfigurationError, SchemaMismatch
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, GlooExchange, gather_json
@@ -62,7 +73,6 @@ from sdcwatch.sinks.build import build_sinks
 from sdcwatch.sinks.jsonl import run_id_of
 from sdcwatch.sinks.wandb import active_run_id
 
-POLLS_PER_DEADLINE = 10
 MIB = 2**20
 
 
@@ -100,6 +110,10 @@ class Assembly:
     replicas: ReplicaCheck
     steps: StepController
     watchdog: Watchdog | None
+    exports: bool
+    """Whether this rank reports the run to somebody, and leaves before those that do not."""
+    export_seconds: float
+    """The longest that may take at the end."""
     close_console: Callable[[], None]
 
 
@@ -119,7 +133,10 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
     close_console = open_console(console=config.console)
     try:
         exchange = GlooExchange(
-            guarded.process_group, deadline_seconds=config.deadline_seconds, device=guarded.device
+            guarded.process_group,
+            deadline_seconds=config.deadline_seconds,
+            late_seconds=config.late_seconds,
+            device=guarded.device,
         )
         try:
             meeting = meet(exchange, config, guarded)
@@ -133,11 +150,15 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
         raise
 
 
-def meet(exchange: Exchange, config: GuardConfig, guarded: Guarded) -> Meeting:
-    """Introduce this rank to the others, and compare. One gather; every rank calls it.
+def meet(exchange: GlooExchange, config: GuardConfig, guarded: Guarded) -> Meeting:
+    """Introduce this rank to the others, compare, and connect to those that audits need.
+
+    One gather, and one message to and from each of them. Every rank calls it.
 
     Raises:
-        ConfigurationError: Ranks were given different options; raised on every rank.
+        ConfigurationError: Ranks were given different options, or may open too few files; raised
+            on every rank.
+        RankGone: A rank did not answer within the deadline.
         SchemaMismatch: Ranks hold different models; raised on every rank.
     """
     schema = schema_of(guarded.replicated(buffers=config.buffers))
@@ -150,6 +171,7 @@ def meet(exchange: Exchange, config: GuardConfig, guarded: Guarded) -> Meeting:
         schema=schema_digest(schema),
         # Only rank 0 is sure to see the log of earlier segments.
         run_id=run_id_of(run_dir_of(config, run)) if exchange.rank == 0 else "",
+        files=open_files_left(),
     )
     ranks = [Introduction.decode(r) for r in exchange.gather(own.encode(), "sdcwatch.init")]
     require_same_options(ranks)
@@ -162,6 +184,9 @@ def meet(exchange: Exchange, config: GuardConfig, guarded: Guarded) -> Meeting:
     domain, note = choose_fault_domain(infos, config.fault_domain)
     topology = Topology(infos, domain)
     off = why_audits_are_off(config, topology)
+    others = () if off else partners(topology, [exchange.rank])[exchange.rank]
+    require_files(ranks, files_needed(len(ranks), 0 if off else _most_partners(topology)))
+    exchange.connect(others)
     unguarded = why_partly_guarded(guarded.module, guarded.optimizers)
     notes = tuple(n for n in (note if not off else "", off, unguarded) if n)
     return Meeting(ranks[0].run, ranks[0].run_id, topology, off, notes)
@@ -267,8 +292,17 @@ def _build(
         replicas=replicas,
         steps=steps,
         watchdog=watchdog,
+        exports=exchange.rank == 0,
+        export_seconds=_export_seconds(config),
         close_console=close_console,
     )
+
+
+def _export_seconds(config: GuardConfig) -> float:
+    telemetry = config.telemetry
+    if telemetry == "off":
+        return _LOCAL_SECONDS
+    return _LOCAL_SECONDS + telemetry.close_seconds + telemetry.linger_seconds
 
 
 def _replay_check(
@@ -401,34 +435,21 @@ def _probes(
 def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -> Watchdog | None:
     if exchange.world_size == 1:
         return None
-
-    def report(hang: Hang) -> None:
-        # From another thread: past the reporter's window, straight to the event log.
-        reporter.urgent(hang)
-
-    def on_absent(
-        operation: str, absent: tuple[int, ...], known: dict[int, str], waited: float
-    ) -> None:
-        report(
-            Hang(
-                step=reporter.step,
-                time=time.time(),
-                reporter=exchange.rank,
-                operation=operation,
-                absent=absent,
-                left={str(rank): text for rank, text in known.items()},
-                waited_seconds=round(waited, 1),
-            )
-        )
-
-    exchange.on_absent = on_absent
-    return Watchdog(
+    watchdog = Watchdog(
         exchange.liveness,
+        exchange.own_client(),
         hang_seconds=config.hang_seconds,
-        poll_seconds=min(10.0, config.deadline_seconds / POLLS_PER_DEADLINE),
-        report=report,
+        # From another thread: past the reporter's window, straight to the event log.
+        report=reporter.urgent,
         leave=config.on_hang == "exit",
     )
+
+    def on_absent(finding: Finding, operation: str, waited: float) -> None:
+        since = time.monotonic() - waited
+        reporter.urgent(watchdog.record(finding, operation, since, step=reporter.step))
+
+    exchange.on_absent = on_absent
+    return watchdog
 
 
 def run_dir_of(config: GuardConfig, run: str) -> Path:
@@ -490,9 +511,23 @@ def _gpu(device: torch.device) -> tuple[int | None, str | None]:
     return index, None if uuid is None else f"GPU-{uuid}"
 
 
+_LOCAL_SECONDS = 2.0  # for the event log and the summary
+_MANY_FILES = 2**20
+_USED_FILES = 256  # where the process cannot be asked
 _OF_ONE_RANK = frozenset(
-    ("run", "run_dir", "node", "instance_id", "gpu_uuid", "comm_hook", "telemetry", "console")
-) | {"scaler"}
+    (
+        "run",
+        "run_dir",
+        "node",
+        "instance_id",
+        "gpu_uuid",
+        "comm_hook",
+        "telemetry",
+        "console",
+        "handle_sigterm",
+        "scaler",
+    )
+)
 """Options that may differ: everything else decides when a rank meets the others."""
 _SAID_BY_DESYNC = frozenset(("start_step",))
 """The first header compares steps, and its error says which rank is at which."""
@@ -520,6 +555,37 @@ def require_same_options(ranks: Sequence[Introduction]) -> None:
         msg = (
             f"Expected the same options on every rank, but got {'; '.join(differences)}. Pass the "
             "same arguments and SDCWATCH_* variables everywhere."
+        )
+        raise ConfigurationError(msg)
+
+
+def _most_partners(topology: Topology) -> int:
+    some = range(min(topology.world_size, 64))  # in one layout they differ by few
+    return max(map(len, partners(topology, some).values()))
+
+
+def open_files_left() -> int:
+    """How many more files this process may open, after raising its limit as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a limit may be forbidden to be raised
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if soft == resource.RLIM_INFINITY:
+        return _MANY_FILES
+    descriptors = Path("/proc/self/fd")
+    return soft - (len(list(descriptors.iterdir())) if descriptors.is_dir() else _USED_FILES)
+
+
+def require_files(ranks: Sequence[Introduction], needed: int) -> None:
+    """Check that every rank may open enough sockets.
+
+    Raises:
+        ConfigurationError: Some may not; names them and the number.
+    """
+    if problem := file_problem(ranks, needed):
+        msg = (
+            f"Expected every rank to be allowed {needed} more open files, but got {problem}. Raise "
+            "the hard limit (ulimit -Hn, LimitNOFILE= or --ulimit nofile=) there."
         )
         raise ConfigurationError(msg)
 

@@ -373,7 +373,6 @@ class StepController:
         self._leave_danger()
 
     def _enter_danger(self, step: int) -> None:
-        self._exchange.position(f"in step {step}")
         if self._watchdog is not None:
             self._watchdog.enter(step)
 

@@ -1,7 +1,12 @@
 """The liveness check through the store, and the thread that speaks when the training thread cannot.
 
-Where the training thread hangs in a collective of DDP, the watchdog answers the liveness checks
-that other ranks start, and starts one itself when a step takes too long. It logs what it finds;
+A rank that waits in vain asks all others, through the store, where they are; a thread on each
+answers, whatever its training thread does. One rank of those that wait is elected to ask and to
+read the answers; the others read what it found. Questions are waited for in the store, not polled
+for, and answers are counters and bitmaps: what one rank sends does not depend on how many there
+are.
+
+Where the training thread hangs in a collective of DDP, the watchdog asks, and logs what it finds;
 only with ``on_hang="exit"`` does it end the process. Where a collective of DDP does not hang but
 breaks, it can say who has gone.
 """
@@ -10,172 +15,372 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 from sdcwatch.core.records import Hang
-from sdcwatch.errors import EXIT_HANG, RankGone
+from sdcwatch.core.waiting import (
+    LEFT,
+    SHOWN_NOTES,
+    Finding,
+    Position,
+    Relation,
+    Stage,
+    describe,
+    relation,
+)
+from sdcwatch.errors import EXIT_HANG, Desync, RankGone, SdcwatchError
 
-_LEFT = "left: "
-_POLL_SECONDS = 0.05
-_GRACE_SECONDS = 0.5
+WINDOW_SECONDS = 6.0
+"""How long a rank has to answer before it counts as silent."""
+AGAIN_SECONDS = 1.0
+"""The same, when a rank was already asked that has ended before it could read the answers."""
+STORE_SECONDS = 1.0
+"""What the store may take on top of that; a store out of reach never answers."""
+_LOOK_SECONDS = 0.1
+_BITS = 62
+"""Ranks per counter of a bitmap: the store counts in signed 64-bit integers."""
+LONG = timedelta(days=20)
+"""For ever, as far as a wait in the store can be told: milliseconds in 32 bits."""
+_STATES = ("here", "behind", "past")
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 """What backends say when a collective ends because its peer has."""
-_STORE_SECONDS = 10.0
-"""What a liveness check may take beyond its window: a store out of reach may never answer."""
+_COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
+"""Modules that are on the stack only while something compiles."""
+
+
+def bounded(do: Callable[[], Any], seconds: float) -> tuple[Any, str]:
+    """Call something that may never return, in a thread that is left behind if it does not.
+
+    A store on a host that cannot be reached answers neither yes nor no.
+
+    Returns:
+        The result and "", or None and what went wrong.
+    """
+    result: list[Any] = []
+    problem: list[str] = []
+
+    def run() -> None:
+        try:
+            result.append(do())
+        except Exception as error:  # every store raises its own type
+            problem.append(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    thread = threading.Thread(target=run, name="sdcwatch-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if result:
+        return result[0], ""
+    return None, problem[0] if problem else "did not answer"
 
 
 class LivenessCheck:
     """Finds absent ranks through the store, which works when collectives do not.
 
-    Every rank that waits in vain posts ``here``; a watchdog thread on the others answers with what
-    its rank is doing. Who has posted nothing when the window closes is gone. Calls are numbered, so
-    that two of them at a time, for different operations, both get their answers.
+    Args:
+        store: A corner of the store that all ranks of one exchange share and nobody else uses.
+        rank: This rank.
+        world_size: How many there are.
+        window_seconds: How long the others have to answer.
+
+    Attributes:
+        where: The latest position of this rank.
+        found: What the latest check found in which this rank was asked and was not there.
+        asking: A check is under way on this rank.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, window_seconds: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, window_seconds: float = WINDOW_SECONDS
+    ) -> None:
         self._store, self.rank, self.world_size = store, rank, world_size
         self.window_seconds = window_seconds
-        self._position = "starting"
-        self._answered = 0
+        self.where = Position()
+        self.found: Finding | None = None
+        self.asking = False
+        self.busy: Callable[[], str] = str
+        self._next = 1
+        self._asked, self._attempts = Position(), 0
+        self._has_left = self._stopped = False
 
-    def position(self, text: str) -> None:
-        """Remember what this rank is doing."""
-        self._position = text
+    # --- where this rank is ---
+
+    def move(self, step: int, stage: Stage, doing: str) -> None:
+        """This rank goes on to another place in the loop."""
+        self.where = Position(step, stage, self.where.count, doing)
+
+    def begin(self, operation: str) -> Position:
+        """This rank begins an operation of the guard; returns where that is."""
+        here = self.where
+        self.where = replace(here, count=here.count + 1, doing=f"at {operation}", operation=True)
+        return self.where
+
+    def end(self, operation: str) -> None:
+        """The operation is over."""
+        self.where = replace(self.where, doing=f"busy with {operation}", operation=False)
 
     def leave(self, note: str) -> None:
         """Leave a note under this rank's name; a lost store is no error, the rank is leaving."""
-        try:
-            self._store.set(f"left/{self.rank}", note or "left")
-        except Exception:  # the store dies with the rank that hosts it
-            return
+        if not self._has_left:
+            self._has_left = True
+            bounded(lambda: self._leave(note or "left"), STORE_SECONDS)
 
-    def answer(self) -> None:
-        """Answer liveness checks of other ranks; called from the watchdog thread."""
-        number = self._store.add("calls", 0)
-        if number > self._answered:
-            self._store.set(f"alive/{self.rank}", f"{number} {self._position}")
-            self._answered = number
+    def _leave(self, note: str) -> None:
+        self._store.set(f"note/{self.rank}", note)
+        self._mark("left", self.rank)
+        self._store.add("leavers", 1)
 
-    def call(self, operation: str) -> tuple[tuple[int, ...], dict[int, str], str]:
-        """Post ``here`` and wait for the others.
+    def _mark(self, bitmap: str, rank: int) -> None:
+        self._store.add(f"{bitmap}/{rank // _BITS}", 1 << rank % _BITS)
+
+    def _marked(self, bitmap: str) -> set[int]:
+        found = set()
+        for word in range(-(-self.world_size // _BITS)):
+            bits = self._store.add(f"{bitmap}/{word}", 0)
+            found |= {word * _BITS + bit for bit in range(_BITS) if bits >> bit & 1}
+        return found
+
+    # --- answering ---
+
+    def answer_next(self, store: Any) -> bool:
+        """Wait for a question of another rank and answer it; called from a thread of its own.
+
+        Args:
+            store: A client of the store that nobody else waits in.
 
         Returns:
-            Absent ranks, what is known of each (a leaver's note or what it is doing), and what
-            went wrong with the store, if anything did; a store that is gone from the start tells
-            nothing of anybody.
+            False once `stop_answering` was called.
+
+        Raises:
+            Exception: The store is gone.
         """
-        missing: set[int] = set()
-        known: dict[int, str] = {}
+        key, number = self._question(self.rank), self._next
+        store.wait([key], LONG)
+        text = store.get(key)
+        if not text:
+            return False
+        asked, self._next = Position.decode(text), number + 1
+        here = self.where
+        state = relation(here, asked)
+        base = f"ask/{number}"
+        if state is not Relation.HERE:
+            doing = f"{here.doing}{self.busy()}"
+            store.set(f"{base}/at/{self.rank}", f"{here.step} is alive, {doing}")
+        word, bit = divmod(self.rank, _BITS)
+        store.add(f"{base}/{state.value}/{word}", 1 << bit)
+        store.add(f"{base}/count", 1)
+        if state is not Relation.HERE:
+            self._read_along(store, f"{base}/found")
+        return True
+
+    def _read_along(self, store: Any, key: str) -> None:
+        """Remember what was found: once the connections break, it may be too late to ask."""
+        end = time.monotonic() + 2 * self.window_seconds
+        while time.monotonic() < end and not self._stopped:
+            if store.check([key]):
+                self.found = Finding.decode(store.get(key), rank=-1)
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def exported(self) -> None:
+        """Say that whoever reports this run has done so."""
+        bounded(lambda: self._store.set("exported", "1"), STORE_SECONDS)
+
+    def await_exported(self, seconds: float) -> None:
+        """Wait until somebody said so; a store that is gone says it too, for nobody else can."""
+        bounded(lambda: self._store.wait(["exported"], _span(seconds)), seconds + STORE_SECONDS)
+
+    def stop_answering(self) -> None:
+        """Wake the thread that waits in `answer_next`, for the last time.
+
+        A thread that comes back from the store while the interpreter ends would abort the process.
+        """
+        self._stopped = True
+        bounded(lambda: self._store.set(self._question(self.rank), ""), STORE_SECONDS)
+
+    def _question(self, rank: int) -> str:
+        """A key of each rank's own, so that a rank can end its own wait."""
+        return f"ask/{self._next}/to/{rank}"
+
+    # --- asking ---
+
+    def call(self, asked: Position | None = None) -> Finding:
+        """Ask every rank where it is. Takes at most the window and a little.
+
+        Ranks that wait at the same place ask together: the first of them asks, the others read.
+
+        Args:
+            asked: Where this rank waits; by default where it is.
+
+        Returns:
+            What was found; a store that is gone, or does not answer, tells nothing of anybody.
+        """
+        asked = asked or self.where
+        self._attempts = self._attempts + 1 if asked == self._asked else 1
+        self._asked = asked
+        base = f"call/{asked.step}/{int(asked.stage)}/{asked.count}/{self._attempts}"
+        limit = self.window_seconds + 2 * AGAIN_SECONDS + STORE_SECONDS
+        self.asking = True
         try:
-            self._store.set(f"here/{operation}/{self.rank}", "1")
-            number = self._store.add("calls", 1)
-            end = time.monotonic() + self.window_seconds
-            others = set(range(self.world_size)) - {self.rank}
-            while True:
-                missing = {r for r in others if not self._store.check([f"here/{operation}/{r}"])}
-                known = self._known(missing, number)
-                gone = all(known.get(r, "").startswith(_LEFT) for r in missing)
-                if gone or time.monotonic() > end:
+            finding, problem = bounded(lambda: self._call(asked, base), limit)
+        finally:
+            self.asking = False
+        return Finding(store_error=problem) if problem else finding
+
+    def _call(self, asked: Position, base: str) -> Finding:
+        if self._store.add(f"{base}/first", 1) > 1:
+            try:
+                self._store.wait([f"{base}/found"], _span(self.window_seconds + AGAIN_SECONDS))
+                return Finding.decode(self._store.get(f"{base}/found"), rank=self.rank)
+            except RuntimeError:  # the one that asks has ended; the others answer at once by now
+                return self._ask(asked, AGAIN_SECONDS)
+        finding = self._ask(asked, self.window_seconds)
+        self._store.set(f"{base}/found", finding.encode())
+        return finding
+
+    def _ask(self, asked: Position, seconds: float) -> Finding:
+        number = self._store.add("asks", 1)
+        key = f"ask/{number}"
+        keys = [f"{key}/to/{rank}" for rank in range(self.world_size)]
+        if self._store.has_extended_api():
+            self._store.multi_set(keys, [asked.encode()] * len(keys))
+        else:
+            for one in keys:
+                self._store.set(one, asked.encode())
+        end = time.monotonic() + seconds
+        while True:
+            answered = self._store.add(f"{key}/count", 0) + self._store.add("leavers", 0)
+            over = time.monotonic() > end
+            if over or answered >= self.world_size:
+                finding = self._read(key, asked)
+                if over or not finding.silent:  # a rank that answered may have left since
                     break
-                self.answer()
-                time.sleep(_POLL_SECONDS)
-            time.sleep(_GRACE_SECONDS)  # the others read too, and this rank may host the store
-            return tuple(sorted(missing)), known, ""
-        except Exception as error:  # every store raises its own type
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            return tuple(sorted(missing)), known, problem
+            time.sleep(_LOOK_SECONDS)
+        self._store.set(f"{key}/found", finding.encode())
+        return finding
 
-    def _known(self, missing: set[int], call: int) -> dict[int, str]:
-        known = {}
-        for rank in sorted(missing):
-            if self._store.check([f"left/{rank}"]):
-                known[rank] = _LEFT + self._store.get(f"left/{rank}").decode()
-            elif self._store.check([f"alive/{rank}"]):
-                number, _, text = self._store.get(f"alive/{rank}").decode().partition(" ")
-                if int(number) >= call:  # an older answer may be that of a rank which died since
-                    known[rank] = f"is alive, {text}"
-        return known
-
-
-def what_is_known(absent: Sequence[int], known: Mapping[int, str], store_error: str) -> str:
-    """The result of a liveness check in words."""
-    said = [f"rank {r} {text}" for r, text in known.items()]
-    said += [f"rank {r} gave no sign of life" for r in absent if r not in known]
-    if store_error:
-        said.append(
-            f"the store is gone too ({store_error[:80]}): the rank that hosts it has ended, which "
-            "is global rank 0 unless the launcher hosts it"
+    def _read(self, key: str, asked: Position) -> Finding:
+        left = self._marked("left") - {self.rank}
+        here, behind, past = (self._marked(f"{key}/{state}") - left for state in _STATES)
+        silent = set(range(self.world_size)) - here - behind - past - left - {self.rank}
+        notes, lag = {}, 0
+        for rank in sorted(past | behind - {self.rank})[:SHOWN_NOTES]:
+            step, _, notes[rank] = self._store.get(f"{key}/at/{rank}").decode().partition(" ")
+            lag = max(lag, asked.step - int(step))
+        for rank in sorted(left)[:SHOWN_NOTES]:
+            notes[rank] = LEFT + self._store.get(f"note/{rank}").decode()
+        return Finding(
+            past=_ranks(past - {self.rank}),
+            behind=_ranks(behind - {self.rank}),
+            left=_ranks(left),
+            silent=_ranks(silent),
+            notes=notes,
+            steps_behind=lag,
+            operation=asked.doing.removeprefix("at "),
         )
-    elif not absent:
-        said.append("every rank answered the liveness check late; one of them was slow")
-    return "; ".join(said)
+
+
+def _ranks(some: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(some))
+
+
+def _span(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
+
+
+def ran_apart(finding: Finding) -> Desync:
+    """The error of ranks that will never meet."""
+    positions = {r: finding.notes.get(r, "is alive, past it") for r in finding.past[:SHOWN_NOTES]}
+    return Desync(
+        {rank: text.removeprefix("is alive, ") for rank, text in positions.items()},
+        past=finding.operation,
+        ranks=finding.past,
+    )
 
 
 class Watchdog:
     """Watches one rank.
 
     Args:
-        rolls: The liveness check through the store.
+        liveness: The liveness check through the store.
+        store: A client of that store of the watchdog's own: it waits there for questions.
         hang_seconds: How long the training thread may stay where it may hang.
-        poll_seconds: Time between two looks.
         report: Takes the record of a hang.
-        leave: End the process after a hang was reported.
+        leave: End the process after a hang was reported in which some rank is gone.
     """
 
     def __init__(
         self,
         liveness: LivenessCheck,
+        store: Any,
         *,
         hang_seconds: float,
-        poll_seconds: float,
         report: Callable[[Hang], None],
         leave: bool,
     ) -> None:
-        self._rolls, self._report, self._leave = liveness, report, leave
-        self._hang_seconds, self._poll_seconds = hang_seconds, poll_seconds
+        self._liveness, self._store, self._report, self._leave = liveness, store, report, leave
+        self._hang_seconds = hang_seconds
+        self._poll_seconds = min(1.0, hang_seconds / 5)
+        self._training = threading.get_ident()
         self._since: float | None = None
+        self._place = liveness.where
         self._step = 0
         self._reported = 0
-        self._found: tuple[Hang, str] | None = None
         self._stop = threading.Event()
+        liveness.busy = lambda: " (it compiles)" if self.compiling() else ""
         # Apart, because a store that does not answer must not keep a hang from being seen.
         self._threads = [
             threading.Thread(target=self._watch, name="sdcwatch-watchdog", daemon=True),
-            threading.Thread(target=self._answer, name="sdcwatch-liveness check", daemon=True),
+            threading.Thread(target=self._answer, name="sdcwatch-liveness", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
     def enter(self, step: int) -> None:
         """The training thread goes where it may hang."""
-        self._step, self._since = step, time.monotonic()
+        self._liveness.move(step, Stage.COMPUTING, f"in step {step}")
+        self._place, self._step, self._since = self._liveness.where, step, time.monotonic()
 
     def leave_danger(self) -> None:
         """It came back."""
         self._since = None
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching. What waits in the store is left behind if it does not come back."""
         self._stop.set()
+        self._liveness.stop_answering()
         for thread in self._threads:
-            thread.join(timeout=1.0)
+            thread.join(timeout=1.5)
+
+    def compiling(self) -> bool:
+        """Whether the training thread is in a compiler, which may take minutes."""
+        frame: FrameType | None = sys._current_frames().get(self._training)
+        return any(module in _COMPILERS for module in _modules(frame))
 
     def _answer(self) -> None:
-        while not self._stop.wait(self._poll_seconds):
-            with contextlib.suppress(Exception):  # the store may be back at the next look
-                self._rolls.answer()
+        pause = _LOOK_SECONDS
+        while not self._stop.is_set():
+            answered = _answers(self._liveness, self._store)
+            if answered is False:
+                return
+            # The store may be back later; each attempt without it writes to stderr.
+            pause = _LOOK_SECONDS if answered else min(2 * pause, 60.0)
+            if answered is None and self._stop.wait(pause):
+                return
 
     def _watch(self) -> None:
         while not self._stop.wait(self._poll_seconds):
             since, step = self._since, self._step
             if since is not None and time.monotonic() - since > self._hang_seconds:
-                with contextlib.suppress(Exception):  # what it tells must not end the watch
+                with contextlib.suppress(Exception):  # what it finds must not end the watch
                     self._hang(step, since)
 
-    def explain(self, error: BaseException) -> RankGone | None:
+    def explain(self, error: BaseException) -> SdcwatchError | None:
         """Who is missing, if a collective of DDP broke; called from the training thread.
 
         DDP says which socket broke, and not which rank has gone. Takes the window of a liveness
@@ -185,68 +390,87 @@ class Watchdog:
             error: What ended the step.
 
         Returns:
+            `Desync` if others found that this rank went past them, `RankGone` if a rank is gone;
             None if `error` is something else, or if every rank is there.
         """
         if not isinstance(error, RuntimeError) or not any(w in str(error) for w in _BROKEN):
             return None
         since, step = self._since or time.monotonic(), self._step
-        if self._found is None or self._found[0].step != step:
-            self._found = self._check_liveness(step, since)
-            if self._found[0].left or self._found[0].absent:
-                self._report(self._found[0])
-        hang, said = self._found
-        if not hang.left and not hang.absent:
+        told = self._liveness.found
+        if told is not None and told.past:
+            return ran_apart(told)
+        gone = self.missing(since, step)
+        told = self._liveness.found
+        return ran_apart(told) if told is not None and told.past else gone
+
+    def missing(self, since: float | None = None, step: int | None = None) -> RankGone | None:
+        """Ask who is absent where the training thread is; reports it. None if everybody is there.
+
+        Args:
+            since: When it went there; by default as `enter` was told.
+            step: The same for the step.
+        """
+        since = since or self._since or time.monotonic()
+        finding = self._liveness.call(self._place)
+        if not finding.absent and not finding.store_error:
             return None
-        return RankGone(hang.absent, said, hang.operation)
-
-    def _hang(self, step: int, since: float) -> None:
-        if self._reported == step:
-            return
-        patience = threading.Timer(
-            self._rolls.window_seconds + _STORE_SECONDS, self._leave_unanswered, (step, since)
-        )
-        patience.daemon = True
-        if self._leave:
-            patience.start()
-        found = self._check_liveness(step, since)
-        patience.cancel()
-        if self._since != since:  # it went on meanwhile: slow, not hung
-            return
-        self._reported, self._found = step, found
-        self._tell(found[0])
-
-    def _leave_unanswered(self, step: int, since: float) -> None:
-        if self._since == since:
-            self._tell(self._record(step, since, (), {"store": "did not answer"}))
-
-    def _tell(self, hang: Hang) -> None:
-        try:
+        hang = self.record(finding, _backward(self._step if step is None else step), since)
+        if self._liveness.rank == 0 or finding.elected:
             self._report(hang)
-        finally:
-            if self._leave:
-                os._exit(EXIT_HANG)
+        return RankGone(finding.absent, describe(finding), hang.operation)
 
-    def _check_liveness(self, step: int, since: float) -> tuple[Hang, str]:
-        absent, known, problem = self._rolls.call(_where(step))
-        left = {str(rank): text for rank, text in known.items()}
-        if problem:
-            left["store"] = problem
-        hang = self._record(step, since, absent, left)
-        return hang, what_is_known(absent, known, problem)
-
-    def _record(
-        self, step: int, since: float, absent: tuple[int, ...], left: dict[str, str]
+    def record(
+        self, finding: Finding, operation: str, since: float, *, step: int | None = None
     ) -> Hang:
+        """The record of what a liveness check found."""
+        left = {str(rank): text for rank, text in finding.notes.items()}
+        if finding.store_error:
+            left["store"] = finding.store_error
         return Hang(
-            step=step,
+            step=self._step if step is None else step,
             time=time.time(),
-            reporter=self._rolls.rank,
-            operation=_where(step),
-            absent=absent,
+            reporter=self._liveness.rank,
+            operation=operation,
+            absent=finding.absent,
             left=left,
             waited_seconds=round(time.monotonic() - since, 1),
         )
 
+    def _hang(self, step: int, since: float) -> None:
+        if self._reported == step or self.compiling():
+            return
+        finding = self._liveness.call(self._place)
+        if self._since != since:  # it went on meanwhile: slow, not hung
+            return
+        if finding.behind and not finding.gone and _all_compile(finding):
+            return
+        self._reported = step
+        hang = self.record(finding, _backward(step), since)
+        try:
+            if self._liveness.rank == 0 or finding.elected:
+                self._report(hang)
+        finally:
+            if self._leave and (finding.gone or finding.store_error):
+                os._exit(EXIT_HANG)
 
-def _where(step: int) -> str:
+
+def _answers(liveness: LivenessCheck, store: Any) -> bool | None:
+    """What `answer_next` says; None if the store failed."""
+    try:
+        return liveness.answer_next(store)
+    except Exception:  # every store raises its own type
+        return None
+
+
+def _modules(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+
+
+def _all_compile(finding: Finding) -> bool:
+    return all("(it compiles)" in finding.notes.get(r, "(it compiles)") for r in finding.behind)
+
+
+def _backward(step: int) -> str:
     return f"the backward of step {step}"

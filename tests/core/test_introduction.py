@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from sdcwatch.core.introduction import (
     Introduction,
+    file_problem,
+    files_needed,
     option_differences,
     same_schema,
     schema_differences,
@@ -32,6 +34,7 @@ def introductions(world: int) -> list[Introduction]:
             run="night-1",
             options={"audit_every": "50"},
             schema=schema_digest(SCHEMA),
+            files=1000,
         )
         for rank in range(world)
     ]
@@ -83,3 +86,16 @@ def test_the_same_tensors_in_another_order_are_told_as_such() -> None:
     assert schema_differences([SCHEMA, SCHEMA[::-1]]) == [
         "the parameters come in a different order"
     ]
+
+
+def test_the_sockets_of_a_rank_do_not_grow_with_the_world() -> None:
+    assert files_needed(16_384, partners=34) < 150
+    assert files_needed(16_384, partners=34) - files_needed(64, partners=34) <= 4 * 8
+
+
+def test_ranks_that_may_not_open_enough_files_are_named() -> None:
+    ranks = introductions(3)
+    assert file_problem(ranks, 1000) == ""
+    ranks[1] = replace(ranks[1], files=12)
+    ranks[2] = replace(ranks[2], files=40)
+    assert file_problem(ranks, 50) == "only 12 on rank 1 (n1); too few on ranks 1 and 2"

@@ -103,8 +103,14 @@ def stalled(rank: Rank) -> None:
     rank.train(lambda: time.sleep(seconds) if rank.is_victim else None)
 
 
-def stalled_and_others_leave(rank: Rank) -> None:
-    rank.train(lambda: time.sleep(60) if rank.is_victim else None, on_hang="exit")
+def stopped_and_others_leave(rank: Rank) -> None:
+    """No thread of it runs any more: a machine that hangs."""
+
+    def stop() -> None:
+        if rank.is_victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    rank.train(stop, on_hang="exit")
 
 
 def left_the_loop(rank: Rank) -> None:
@@ -144,27 +150,6 @@ def never_started(rank: Rank) -> None:
     dist.barrier()
     rank.mark()
     time.sleep(60)
-
-
-def saved_on_one_rank(rank: Rank) -> None:
-    with rank.guard() as guard:
-        for _ in range(1, WHEN):
-            rank.step()
-        rank.mark()
-        if rank.rank == 0:
-            guard.save_checkpoint(lambda: None)
-        rank.step()
-    rank.finish()
-
-
-def saved_late(rank: Rank) -> None:
-    with rank.guard() as guard:
-        for _ in range(1, WHEN):
-            rank.step()
-        rank.mark()
-        if rank.is_victim:
-            time.sleep(60)
-        guard.save_checkpoint(lambda: None)
 
 
 def resumed_elsewhere(rank: Rank) -> None:

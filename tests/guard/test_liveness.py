@@ -1,91 +1,180 @@
-"""Liveness checks through a store: who is here, has left, is alive elsewhere, or is gone."""
+"""Liveness checks through a store: who is here, behind, past, has left, or is silent."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-from sdcwatch.guard.watchdog import LivenessCheck, what_is_known
+from sdcwatch.core.waiting import Finding, Stage, describe
+from sdcwatch.guard.watchdog import LivenessCheck
+
+WINDOW_SECONDS = 0.6
 
 
-def liveness(world: int, window_seconds: float = 0.4) -> list[LivenessCheck]:
+class CountingStore:
+    """A store between threads that counts the requests of one rank."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def liveness(world: int, window_seconds: float = WINDOW_SECONDS) -> list[LivenessCheck]:
     store = dist.HashStore()
-    made = [LivenessCheck(store, rank, world, window_seconds) for rank in range(world)]
-    for rank, roll in enumerate(made):
-        roll.position(f"in step {rank}")
+    made = [LivenessCheck(CountingStore(store), r, world, window_seconds) for r in range(world)]
+    for one in made:
+        one.move(4, Stage.STEP, "in the training loop after step 4")
     return made
 
 
-def while_answering(roll: LivenessCheck, do: Callable[[], object]) -> object:
-    """Run `do` while a watchdog of another rank answers."""
-    stop = threading.Event()
+@contextmanager
+def answering(*ranks: LivenessCheck) -> Iterator[None]:
+    """The threads that answer on some ranks."""
 
-    def answer() -> None:
-        while not stop.wait(0.02):
-            roll.answer()
+    def serve(rank: LivenessCheck) -> None:
+        while rank.answer_next(rank._store):
+            pass
 
-    watchdog = threading.Thread(target=answer)
-    watchdog.start()
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
     try:
-        return do()
+        yield
     finally:
-        stop.set()
-        watchdog.join()
+        for rank in ranks:
+            rank.stop_answering()
+        for thread in threads:
+            thread.join()
 
 
-def test_a_rank_that_gives_no_sign_is_absent_and_nothing_is_known_of_it() -> None:
-    assert liveness(2)[0].call("the audit") == ((1,), {}, "")
+def together(*ranks: LivenessCheck) -> list[Finding]:
+    """Ranks that begin the same operation, and ask at the same time where the others are."""
+    found: list[Finding | None] = [None] * len(ranks)
+    for rank in ranks:
+        rank.move(4, Stage.SAVE, "before save_checkpoint of step 4")
+        rank.begin("save_checkpoint of step 4")
+
+    def call(index: int) -> None:
+        found[index] = ranks[index].call()
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [f for f in found if f is not None]
 
 
-def test_a_rank_that_is_alive_elsewhere_is_absent_with_what_it_is_doing() -> None:
+def test_a_rank_that_gives_no_sign_is_silent() -> None:
+    caller, _ = liveness(2)
+    with answering(caller):
+        (found,) = together(caller)
+    assert (found.silent, found.behind, found.past, found.left) == ((1,), (), (), ())
+
+
+def test_a_rank_that_is_alive_elsewhere_is_behind_with_what_it_is_doing() -> None:
     caller, other = liveness(2)
-    found = while_answering(other, lambda: caller.call("the audit"))
-    assert found == ((1,), {1: "is alive, in step 1"}, "")
+    other.move(2, Stage.STEP, "in the training loop after step 2")
+    with answering(caller, other):
+        (found,) = together(caller)
+    assert found.behind == (1,)
+    assert found.notes == {1: "is alive, in the training loop after step 2"}
+    assert found.steps_behind == 2
 
 
-def test_the_answer_to_an_earlier_call_does_not_count_as_a_sign_of_life() -> None:
+def test_a_rank_that_went_on_without_the_operation_is_past_and_learns_of_it() -> None:
     caller, other = liveness(2)
-    while_answering(other, lambda: caller.call("the audit"))
-    assert caller.call("the audit of the next step") == ((1,), {}, "")
+    other.move(5, Stage.COMPUTING, "in step 5")
+    with answering(caller, other):
+        (found,) = together(caller)
+        end = time.monotonic() + 20
+        while other.found is None:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert found.past == (1,)
+    assert found.notes == {1: "is alive, in step 5"}
+    assert other.found.past == (1,)
+    assert other.found.operation == "save_checkpoint of step 4"
 
 
 def test_nobody_waits_for_a_rank_that_has_left_a_note() -> None:
     caller, other = liveness(2, window_seconds=60.0)
     other.leave("the run ended after step 3")
-    assert caller.call("the audit") == ((1,), {1: "left: the run ended after step 3"}, "")
+    with answering(caller):
+        (found,) = together(caller)
+    assert found.left == (1,)
+    assert found.notes == {1: "left: the run ended after step 3"}
 
 
-def test_two_ranks_that_call_for_different_operations_learn_of_each_other() -> None:
-    one, other = liveness(2)
-    found: dict[int, object] = {}
-
-    def call(rank: int, roll: LivenessCheck, where: str) -> None:
-        found[rank] = roll.call(where)
-
-    threads = [
-        threading.Thread(target=call, args=(0, one, "save_checkpoint")),
-        threading.Thread(target=call, args=(1, other, "the backward")),
-    ]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join()
-    assert found == {
-        0: ((1,), {1: "is alive, in step 1"}, ""),
-        1: ((0,), {0: "is alive, in step 0"}, ""),
-    }
+def test_of_the_ranks_that_wait_one_asks_and_all_know() -> None:
+    ranks = liveness(5)
+    with answering(*ranks[:4]):
+        found = together(*ranks[:4])
+    assert [f.silent for f in found] == [(4,)] * 4
+    assert sum(f.elected for f in found) == 1
 
 
-def test_a_store_that_is_gone_tells_nothing_of_anybody() -> None:
+def test_a_second_question_is_answered_like_the_first() -> None:
+    caller, other = liveness(2)
+    with answering(caller, other):
+        together(caller)
+        caller.end("save_checkpoint of step 4")
+        other.leave("the run ended")
+        (found,) = together(caller)
+    assert (found.left, found.behind) == ((1,), ())
+
+
+def test_what_a_rank_asks_of_the_store_does_not_depend_on_how_many_there_are() -> None:
+    def requests(world: int) -> int:
+        ranks = liveness(world, window_seconds=20.0)
+        with answering(*ranks):
+            together(*ranks)
+        return sorted(r._store.requests for r in ranks)[world // 2]
+
+    assert requests(64) <= requests(8) + 2
+
+
+def test_ranks_beyond_one_word_of_a_bitmap_are_told_apart() -> None:
+    ranks = liveness(130)
+    quiet = {61, 62, 63, 124, 129}
+    there = [r for i, r in enumerate(ranks) if i not in quiet]
+    with answering(*there):
+        found = together(*there)
+    assert {f.silent for f in found} == {tuple(sorted(quiet))}
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_store_that_is_gone_or_does_not_answer_tells_nothing_of_anybody(answers: bool) -> None:
+    never = threading.Event()
+
     class Gone:
-        def set(self, key: str, value: str) -> None:
+        def add(self, key: str, value: int) -> None:
+            if not answers:
+                never.wait(20.0)
             message = "Broken pipe"
             raise ConnectionError(message)
 
-    absent, known, problem = LivenessCheck(Gone(), 0, 3, 1.0).call("the audit")
-    assert (absent, known, problem) == ((), {}, "ConnectionError: Broken pipe")
-    assert "global rank 0 unless the launcher hosts it" in what_is_known(absent, known, problem)
+    found = LivenessCheck(Gone(), 0, 3, 0.1).call()
+    never.set()
+    assert found.absent == ()
+    assert found.store_error == ("ConnectionError: Broken pipe" if answers else "did not answer")
+    assert "global rank 0 unless the launcher hosts it" in describe(found)
+
+
+def test_the_thread_that_answers_ends_when_its_rank_closes() -> None:
+    one, other = liveness(2)
+    with answering(one, other):
+        pass  # comes back: each rank ended its own wait
+    with pytest.raises(RuntimeError):  # nobody left a question behind
+        one._store.wait(["ask/2/to/0"], timedelta(milliseconds=10))

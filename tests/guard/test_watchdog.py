@@ -9,35 +9,42 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from sdcwatch.core.records import Hang
-from sdcwatch.errors import EXIT_HANG
+from sdcwatch.core.waiting import Finding, Position
+from sdcwatch.errors import EXIT_HANG, Desync, RankGone
 from sdcwatch.guard import watchdog as module
 from sdcwatch.guard.watchdog import LivenessCheck, Watchdog
 
 
-class Rolls(LivenessCheck):
-    """A liveness check of three ranks, of which rank 2 is absent; its store can be made to fail."""
+class Liveness(LivenessCheck):
+    """A liveness check of three ranks, of which rank 2 is silent; its store can be made to fail."""
 
     def __init__(self) -> None:
         super().__init__(None, 0, 3, 0.0)
         self.answers = 0
         self.fails = False
+        self.finding = Finding(silent=(2,))
         self.blocks = threading.Event()
         self.blocks.set()
-        self.called: list[str] = []
+        self.called: list[int] = []
 
-    def answer(self) -> None:
-        self.blocks.wait()
+    def answer_next(self, store: object) -> bool:
+        time.sleep(0.002)
         self.answers += 1
         if self.fails:
             message = "Broken pipe"
             raise ConnectionError(message)
+        return not self._stopped
 
-    def call(self, where: str) -> tuple[tuple[int, ...], dict[int, str], str]:
-        self.called.append(where)
+    def stop_answering(self) -> None:
+        self._stopped = True
+
+    def call(self, asked: Position | None = None) -> Finding:
+        assert asked is not None
+        self.called.append(asked.step)
         self.blocks.wait()
         if self.fails:
-            return (), {}, "ConnectionError: Broken pipe"
-        return (2,), {}, ""
+            return Finding(store_error="ConnectionError: Broken pipe")
+        return self.finding
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -51,19 +58,19 @@ class Bench:
     """A watchdog that looks often, and what came of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.liveness = Rolls()
+        self.liveness = Liveness()
         self.hangs: list[Hang] = []
         self.exits: list[int] = []
         self.report: Callable[[Hang], None] = self.hangs.append
         self.dog: Watchdog | None = None
         monkeypatch.setattr(module.os, "_exit", self.exits.append)
-        monkeypatch.setattr(module, "_STORE_SECONDS", 0.05)
+        monkeypatch.setattr(module, "_LOOK_SECONDS", 0.01)
 
     def start(self, *, leave: bool = False, hang_seconds: float = 0.02) -> Watchdog:
         self.dog = Watchdog(
             self.liveness,
+            None,
             hang_seconds=hang_seconds,
-            poll_seconds=0.005,
             report=lambda hang: self.report(hang),
             leave=leave,
         )
@@ -116,12 +123,52 @@ def test_who_is_to_leave_a_hang_leaves_it_after_telling_also_without_a_store(ben
     assert len(bench.hangs) == 1
 
 
-def test_a_store_that_never_answers_keeps_nobody_from_leaving(bench: Bench) -> None:
-    bench.liveness.blocks.clear()
+def test_nobody_leaves_while_every_rank_is_alive(bench: Bench) -> None:
+    bench.liveness.finding = Finding(behind=(1,), notes={1: "is alive, in step 6"})
     bench.start(leave=True).enter(7)
-    until(lambda: bench.exits)
-    assert bench.exits[0] == EXIT_HANG
-    assert bench.hangs[0].left == {"store": "did not answer"}
+    until(lambda: bench.hangs)
+    assert bench.hangs[0].left == {"1": "is alive, in step 6"}
+    assert bench.exits == []
+
+
+def test_nothing_is_said_while_the_ranks_that_are_behind_compile(bench: Bench) -> None:
+    notes = {1: "is alive, in step 7 (it compiles)"}
+    bench.liveness.finding = Finding(behind=(1,), notes=notes)
+    bench.start().enter(7)
+    until(lambda: len(bench.liveness.called) > 1)
+    assert bench.hangs == []
+    bench.liveness.finding = Finding(behind=(1,), notes={1: "is alive, in step 7"})
+    until(lambda: bench.hangs)
+
+
+def test_a_rank_knows_that_it_compiles(bench: Bench) -> None:
+    dog = bench.start()
+    assert not dog.compiling()
+    scope = {"__name__": "torch._dynamo.convert_frame", "dog": dog}
+    exec("def compile_frame():\n    return dog.compiling()", scope)
+    assert scope["compile_frame"]()  # type: ignore[operator]
+
+
+def test_who_is_told_that_ranks_ran_apart_says_so_when_its_connection_breaks(
+    bench: Bench,
+) -> None:
+    dog = bench.start(hang_seconds=60.0)
+    dog.enter(7)
+    bench.liveness.found = Finding(past=(0, 1), operation="save_checkpoint of step 6")
+    error = dog.explain(RuntimeError("[gloo] Connection closed by peer"))
+    assert isinstance(error, Desync)
+    assert error.past == "save_checkpoint of step 6"
+    assert "`if rank == 0`" in str(error)
+
+
+def test_who_has_gone_is_named_when_a_connection_breaks(bench: Bench) -> None:
+    dog = bench.start(hang_seconds=60.0)
+    dog.enter(7)
+    error = dog.explain(RuntimeError("[gloo] Connection closed by peer"))
+    assert isinstance(error, RankGone)
+    assert error.ranks == (2,)
+    assert len(bench.hangs) == 1
+    assert dog.explain(ValueError("something else")) is None
 
 
 def test_a_report_that_fails_keeps_nobody_from_leaving(bench: Bench) -> None:
@@ -138,7 +185,6 @@ def test_a_step_that_went_on_during_the_liveness_check_was_slow_and_is_not_left(
     bench: Bench,
 ) -> None:
     bench.liveness.blocks.clear()
-    bench.liveness.window_seconds = 60.0
     dog = bench.start(leave=True)
     dog.enter(7)
     until(lambda: bench.liveness.called)
@@ -157,6 +203,6 @@ def test_nothing_runs_after_closing(bench: Bench) -> None:
         return {t.name for t in threading.enumerate() if t.name.startswith("sdcwatch-")}
 
     dog = bench.start()
-    assert running() == {"sdcwatch-watchdog", "sdcwatch-liveness check"}
+    assert running() == {"sdcwatch-watchdog", "sdcwatch-liveness"}
     dog.close()
     assert running() == set()

@@ -1,0 +1,178 @@
+"""Who is late, and what that means: judged by position, never by time alone.
+
+A rank that waits in an operation of the guard asks where the others are. One that has gone past the
+operation will never come: ranks have run apart. One that is behind and alive will: it is waited
+for. One that has left, or gives no sign of life, is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum, IntEnum
+
+from sdcwatch.core.text import count, list_ranks
+
+SHOWN_NOTES = 8
+LEFT = "left: "
+
+
+class Stage(IntEnum):
+    """Where in a step a rank is, in the order in which a step passes."""
+
+    COMPUTING = 0
+    STEP = 1
+    WEIGHTS = 2
+    SAVE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is.
+
+    Attributes:
+        step: The step it is in.
+        stage: How far in that step.
+        count: Operations of the guard that it has begun since it met the others; every rank begins
+            the same ones in the same order.
+        doing: In words.
+        operation: It is in an operation of the guard, the last one counted.
+    """
+
+    step: int = 0
+    stage: int = Stage.COMPUTING
+    count: int = 0
+    doing: str = "in sdcwatch.init"
+    operation: bool = False
+
+    def encode(self) -> str:
+        """As it travels."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Position:
+        """Inverse of `encode`."""
+        return cls(**json.loads(text))
+
+
+class Relation(Enum):
+    """Where a rank is, seen from one that waits."""
+
+    HERE = "here"
+    BEHIND = "behind"
+    PAST = "past"
+
+
+def relation(own: Position, asked: Position) -> Relation:
+    """Where a rank at `own` is, seen from one that waits at `asked`.
+
+    A rank that has begun the operation has done its part. Without that, one that is further on in
+    the loop went past it, and will never come.
+    """
+    place, there = (own.step, own.stage), (asked.step, asked.stage)
+    if asked.operation:
+        if own.count >= asked.count:
+            return Relation.HERE
+        return Relation.PAST if place > there else Relation.BEHIND
+    return Relation.BEHIND if place < there else Relation.HERE
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a liveness check found.
+
+    Attributes:
+        past: Ranks that went past the operation without it.
+        behind: Ranks that are alive and have not reached it.
+        left: Ranks that left a note.
+        silent: Ranks that gave no sign of life.
+        notes: For up to eight of them, what it is doing, or the note it left.
+        steps_behind: How many steps the last of those behind lags.
+        operation: Where the rank waits that asked.
+        store_error: Why nothing is known, if the store is gone or does not answer.
+        elected: This rank put the question to the others; it reports.
+    """
+
+    past: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    notes: Mapping[int, str] = field(default_factory=dict)
+    steps_behind: int = 0
+    operation: str = ""
+    store_error: str = ""
+    elected: bool = True
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Every rank that is not where the one that asks waits."""
+        return tuple(sorted({*self.past, *self.behind, *self.left, *self.silent}))
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """Ranks that will not come."""
+        return tuple(sorted({*self.left, *self.silent}))
+
+    def encode(self) -> str:
+        """As it travels."""
+        return json.dumps({**asdict(self), "notes": {str(r): t for r, t in self.notes.items()}})
+
+    @classmethod
+    def decode(cls, text: str | bytes, *, rank: int) -> Finding:
+        """Inverse of `encode`, for a rank that did not ask itself: it knows that it is here."""
+        row = json.loads(text)
+        groups = {
+            name: tuple(r for r in row[name] if r != rank)
+            for name in ("past", "behind", "left", "silent")
+        }
+        notes = {int(r): t for r, t in row["notes"].items() if int(r) != rank}
+        return cls(**{**row, **groups, "notes": notes, "elected": False})
+
+
+class Answer(Enum):
+    """What a rank that waits does."""
+
+    WAIT = "wait"
+    GONE = "gone"
+    DESYNC = "desync"
+
+
+def judge_wait(
+    finding: Finding, *, waited_seconds: float, late_seconds: float, broken: bool
+) -> Answer:
+    """Whether to wait on; pure.
+
+    Args:
+        finding: What the liveness check found.
+        waited_seconds: Since the operation began.
+        late_seconds: How long a rank that is alive is waited for.
+        broken: The connection has ended: waiting on is of no use.
+    """
+    if finding.past:
+        return Answer.DESYNC
+    if finding.gone or finding.store_error or broken:
+        return Answer.GONE
+    return Answer.WAIT if waited_seconds < late_seconds else Answer.GONE
+
+
+def describe(finding: Finding) -> str:
+    """A finding in words."""
+    said = [f"rank {rank} {text}" for rank, text in sorted(finding.notes.items())]
+    unknown = [r for r in finding.silent if r not in finding.notes]
+    said += [f"rank {r} gave no sign of life" for r in unknown[:SHOWN_NOTES]]
+    hidden = len(finding.absent) - len(finding.notes) - len(unknown[:SHOWN_NOTES])
+    if hidden > 0:
+        said.append(f"{hidden} more")
+    if finding.behind and finding.steps_behind:
+        said.append(
+            f"{list_ranks(finding.behind)} alive, {count(finding.steps_behind, 'step')} behind"
+        )
+    if finding.store_error:
+        said.append(
+            f"the store is gone too ({finding.store_error[:80]}): the rank that hosts it has ended "
+            "or cannot be reached, which is global rank 0 unless the launcher hosts it"
+        )
+    elif not finding.absent:
+        said.append("every rank answered the liveness check; one of them was slow")
+    return "; ".join(said)

@@ -1,0 +1,136 @@
+"""SIGTERM: a run that is told to end still says how it ended.
+
+A launcher sends SIGTERM to every rank when one of them has failed, and kills what is left half a
+minute later. A signal handler of Python does not run while the training thread is inside a
+collective, so the signal also wakes a thread, through a file descriptor. Where the training thread
+finds out by itself what has happened, because its connection breaks, it is left to it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+
+EXIT_TERMINATED = 128 + signal.SIGTERM
+GRACE_SECONDS = 1.0
+"""How long the training thread has to find out by itself why it was told to end."""
+STUCK_SECONDS = 4.0
+"""After that long in a collective the thread ends the run in its place."""
+LIMIT_SECONDS = 20.0
+"""After that long the process ends, whatever it still waits for; a launcher kills it after 30."""
+
+
+class Terminated(SystemExit):
+    """The process was told to end by SIGTERM."""
+
+    exit_code = EXIT_TERMINATED
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_TERMINATED)
+
+    def __str__(self) -> str:
+        return "the process received SIGTERM"
+
+
+class TerminationHandler:
+    """Handles SIGTERM while a guard is open, where the program does not do so itself.
+
+    Args:
+        busy: Whether the training thread is ending the run already.
+        end: Ends the run from another thread, and returns the exit code.
+    """
+
+    def __init__(self, busy: Callable[[], bool], end: Callable[[], int]) -> None:
+        self._busy, self._end = busy, end
+        self._pid = os.getpid()
+        self._received = self._decided = False
+        self._pipe: tuple[int, int] | None = None
+        self._installed = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        )
+        if not self._installed:
+            return
+        signal.signal(signal.SIGTERM, self._handle)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if previous != -1:  # somebody else listens there: only Python's own handler is left
+            signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
+            os.close(reader)
+            os.close(writer)
+        else:
+            self._pipe = (reader, writer)
+            threading.Thread(
+                target=self._listen, args=(reader,), name="sdcwatch-sigterm", daemon=True
+            ).start()
+        _forget_in_children(self)
+
+    def close(self, *, failed: bool) -> None:
+        """Give the signal back. One that came meanwhile takes effect now, unless the run failed."""
+        if not self._installed or os.getpid() != self._pid:
+            return
+        self._installed = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
+            with contextlib.suppress(OSError):
+                os.write(self._pipe[1], b"\0")  # the thread ends, and closes both ends
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._received and not failed:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+        if (self._pipe is None or self._decided) and not self._busy():
+            raise Terminated
+
+    def _listen(self, reader: int) -> None:
+        while self._pipe is not None:
+            numbers = os.read(reader, 64)
+            if 0 in numbers or not numbers:
+                break
+            if signal.SIGTERM in numbers and not self._decided:
+                self._received = True
+                self._decide()
+        pipe, self._pipe = self._pipe, None
+        for end in pipe or ():
+            os.close(end)
+
+    def _decide(self) -> None:
+        started = time.monotonic()
+        time.sleep(GRACE_SECONDS)
+        self._decided = True
+        if not self._busy():
+            _thread.interrupt_main(signal.SIGTERM)  # now the handler raises, in that thread
+        while self._installed:
+            waited = time.monotonic() - started
+            if waited > (LIMIT_SECONDS if self._busy() else GRACE_SECONDS + STUCK_SECONDS):
+                os._exit(self._end())
+            time.sleep(0.05)
+
+    def _forget(self) -> None:
+        """In a forked child, whose signals are none of the guard's business."""
+        if self._installed:
+            self._installed = False
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _forget_in_children(handler: TerminationHandler) -> None:
+    weak = weakref.ref(handler)
+
+    def after_fork() -> None:
+        if (alive := weak()) is not None:
+            alive._forget()
+
+    os.register_at_fork(after_in_child=after_fork)
