@@ -236,7 +236,7 @@ class GuardConfig:
             value = getattr(self, name)
             ok = value is None or (isinstance(value, int) and value >= 0)
             expect(ok, f"`{name}` >= 0", value, "Pass a number of steps.")
-        for name in ("deadline_seconds", "hang_seconds"):
+        for name in ("deadline_seconds", "late_seconds", "hang_seconds"):
             expect(getattr(self, name) > 0, f"`{name}` > 0", getattr(self, name), "Pass seconds.")
 
     @property
