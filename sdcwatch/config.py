@@ -114,7 +114,8 @@ class TelemetryConfig:
         queue_size: Records that may wait; more are dropped and counted.
         close_seconds: Budget of `close()` for all sinks together, in seconds; they close side by
             side.
-        linger_seconds: How long /metrics stays up after the run, so that a scrape sees the end.
+        linger_seconds: How long /metrics stays up after the run in any case. Where it was scraped
+            before, the end waits for one more scrape: two intervals, at most a minute.
         dashboard_url: URL of the Grafana Run dashboard, for links.
     """
 

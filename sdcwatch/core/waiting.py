@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, IntEnum
 
 from sdcwatch.core.text import count, list_ranks
@@ -76,6 +76,12 @@ def relation(own: Position, asked: Position) -> Relation:
             return Relation.HERE
         return Relation.PAST if place > there else Relation.BEHIND
     return Relation.BEHIND if place < there else Relation.HERE
+
+
+def in_next_forward(own: Position) -> Position:
+    """Where a rank is that has begun the forward of the next step, in which nothing moves it on."""
+    doing = f"in the forward of step {own.step + 1}, waiting for the buffers of rank 0"
+    return replace(own, step=own.step + 1, stage=Stage.COMPUTING, doing=doing, operation=False)
 
 
 @dataclass(frozen=True, slots=True)

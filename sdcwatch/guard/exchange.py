@@ -651,7 +651,7 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
         error = Desync(dict(enumerate(gather_json(exchange, at, at))))
         LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
         raise error
-    exchange.move(step, stage, f"in the training loop after {at}")
+    exchange.move(step, stage, f"after {at}")
     return top & ((1 << _CODE_BITS) - 1)
 
 

@@ -68,7 +68,7 @@ from sdcwatch.guard.step import StepController
 from sdcwatch.guard.tracing import Tracing
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Recorder
-from sdcwatch.sinks.base import Sink
+from sdcwatch.sinks.base import SCRAPE_SECONDS, Sink
 from sdcwatch.sinks.build import build_sinks
 from sdcwatch.sinks.jsonl import run_id_of
 from sdcwatch.sinks.wandb import active_run_id
@@ -302,7 +302,7 @@ def _export_seconds(config: GuardConfig) -> float:
     telemetry = config.telemetry
     if telemetry == "off":
         return _LOCAL_SECONDS
-    return _LOCAL_SECONDS + telemetry.close_seconds + telemetry.linger_seconds
+    return _LOCAL_SECONDS + telemetry.close_seconds + telemetry.linger_seconds + SCRAPE_SECONDS
 
 
 def _replay_check(

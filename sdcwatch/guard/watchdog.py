@@ -33,6 +33,7 @@ from sdcwatch.core.waiting import (
     Relation,
     Stage,
     describe,
+    in_next_forward,
     relation,
 )
 from sdcwatch.errors import EXIT_HANG, Desync, RankGone, SdcwatchError
@@ -43,6 +44,8 @@ AGAIN_SECONDS = 1.0
 """The same, when a rank was already asked that has ended before it could read the answers."""
 STORE_SECONDS = 1.0
 """What the store may take on top of that; a store out of reach never answers."""
+STUCK_SECONDS = 3.0
+"""After that long in one broadcast of buffers a rank waits for one that is elsewhere."""
 _LOOK_SECONDS = 0.1
 _BITS = 62
 """Ranks per counter of a bitmap: the store counts in signed 64-bit integers."""
@@ -51,6 +54,8 @@ LONG = timedelta(days=20)
 _STATES = ("here", "behind", "past")
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 """What backends say when a collective ends because its peer has."""
+_BROADCAST = "_sync_buffers"
+"""Of DistributedDataParallel, in its forward."""
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 """Modules that are on the stack only while something compiles."""
 
@@ -104,6 +109,7 @@ class LivenessCheck:
         self.found: Finding | None = None
         self.asking = False
         self.busy: Callable[[], str] = str
+        self.stuck_in_forward: Callable[[], bool] = bool
         self._next = 1
         self._asked, self._attempts = Position(), 0
         self._has_left = self._stopped = False
@@ -122,7 +128,7 @@ class LivenessCheck:
 
     def end(self, operation: str) -> None:
         """The operation is over."""
-        self.where = replace(self.where, doing=f"busy with {operation}", operation=False)
+        self.where = replace(self.where, doing=f"after {operation}", operation=False)
 
     def leave(self, note: str) -> None:
         """Leave a note under this rank's name; a lost store is no error, the rank is leaving."""
@@ -166,6 +172,8 @@ class LivenessCheck:
             return False
         asked, self._next = Position.decode(text), number + 1
         here = self.where
+        if relation(here, asked) is Relation.BEHIND and self.stuck_in_forward():
+            here = in_next_forward(here)
         state = relation(here, asked)
         base = f"ask/{number}"
         if state is not Relation.HERE:
@@ -333,6 +341,7 @@ class Watchdog:
         self._reported = 0
         self._stop = threading.Event()
         liveness.busy = lambda: " (it compiles)" if self.compiling() else ""
+        liveness.stuck_in_forward = self.stuck_in_forward
         # Apart, because a store that does not answer must not keep a hang from being seen.
         self._threads = [
             threading.Thread(target=self._watch, name="sdcwatch-watchdog", daemon=True),
@@ -361,6 +370,23 @@ class Watchdog:
         """Whether the training thread is in a compiler, which may take minutes."""
         frame: FrameType | None = sys._current_frames().get(self._training)
         return any(module in _COMPILERS for module in _modules(frame))
+
+    def stuck_in_forward(self) -> bool:
+        """Whether the training thread waits in DDP's forward for the buffers of rank 0.
+
+        That is no moment that a slow rank passes through: the same call, for a while.
+        """
+        first = self._broadcast()
+        if first is None:
+            return False
+        time.sleep(STUCK_SECONDS)
+        return self._broadcast() is first
+
+    def _broadcast(self) -> FrameType | None:
+        frame: FrameType | None = sys._current_frames().get(self._training)
+        while frame is not None and frame.f_code.co_name != _BROADCAST:
+            frame = frame.f_back
+        return frame
 
     def _answer(self) -> None:
         pause = _LOOK_SECONDS

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DropReason = Literal["queue_full", "error", "timeout", "closed"]
 DROP_REASONS: tuple[DropReason, ...] = ("queue_full", "error", "timeout", "closed")
+SCRAPE_SECONDS = 60.0
+"""The longest that the end of a run waits for a scrape, where there has been one before."""
 KNOWN_SINKS = ("jsonl", "otel", "otel_logs", "wandb")
 
 

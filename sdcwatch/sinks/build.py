@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from sdcwatch.sinks.base import SCRAPE_SECONDS
 from sdcwatch.sinks.dispatch import Dispatcher
 from sdcwatch.sinks.jsonl import EVENTS, JsonlSink, RunSoFar
 from sdcwatch.sinks.wandb import active_run
@@ -68,7 +69,7 @@ def build_sinks(  # noqa: PLR0913  the seam between guard and sinks: everything 
         queue_size=telemetry.queue_size,
         close_seconds=telemetry.close_seconds,
         direct=[log],
-        linger_seconds=telemetry.linger_seconds,
+        linger_seconds=telemetry.linger_seconds + SCRAPE_SECONDS,
         run=so_far,
     )
     if builder.otel is not None:

@@ -8,17 +8,24 @@ import os
 import socket
 import tempfile
 import threading
+import time
+from collections import deque
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.exposition import MetricsHandler
 
+from sdcwatch.sinks.base import SCRAPE_SECONDS
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prometheus_client import CollectorRegistry
 
 PORTS_TRIED = 64  # after the wanted one; a range a scrape configuration can list
+_GAPS = 5
 _POLL_SECONDS = 0.05  # how late `close` may notice; the default of half a second delays every exit
 
 
@@ -32,6 +39,44 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Stay silent: a scraper that hangs up is no news for the console of a training run."""
+
+
+class Scrapes:
+    """When a registry was fetched, and how long it is worth waiting for the next time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._latest = time.monotonic()
+        self._gaps: deque[float] = deque(maxlen=_GAPS)
+        self._complete = -1.0
+
+    def serve(self, send: Callable[[], None]) -> None:
+        """Answer one request."""
+        started = time.monotonic()
+        send()
+        with self._lock:
+            self._gaps.append(max(0.0, started - self._latest))
+            self._latest = max(self._latest, started)
+            self._complete = max(self._complete, started)
+
+    def since(self, moment: float) -> bool:
+        """Whether one that began after that moment of the monotonic clock has been answered."""
+        with self._lock:
+            return self._complete >= moment
+
+    def patience(self) -> float:
+        """Seconds in which the next one should come; 0 where there never was one.
+
+        Two of the intervals that were seen. Of a single one no more is known than when it came,
+        and that no other has come since.
+        """
+        with self._lock:
+            if not self._gaps:
+                return 0.0
+            interval = max(self._gaps)
+            if len(self._gaps) == 1:
+                interval = max(interval, time.monotonic() - self._latest)
+            return min(SCRAPE_SECONDS, 2 * interval)
 
 
 class MetricsEndpoint:
@@ -48,11 +93,13 @@ class MetricsEndpoint:
     Attributes:
         host: Address bound.
         port: Port bound.
+        scrapes: When it was fetched.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self.host = host
-        self._server = _bind(registry, host, port)
+        self.scrapes = Scrapes()
+        self._server = _bind(registry, host, port, self.scrapes)
         self.port = int(self._server.server_address[1])
         self._entry: Path | None = None
         self._thread = threading.Thread(
@@ -118,8 +165,13 @@ class MetricsEndpoint:
         self._server.socket.close()
 
 
-def _bind(registry: CollectorRegistry, host: str, port: int) -> _Server:
-    handler = MetricsHandler.factory(registry)
+def _bind(registry: CollectorRegistry, host: str, port: int, scrapes: Scrapes) -> _Server:
+    plain: Any = MetricsHandler.factory(registry)
+
+    def do_get(handler: Any) -> None:
+        scrapes.serve(lambda: plain.do_GET(handler))
+
+    handler = type("_Handler", (plain,), {"do_GET": do_get})
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server_class = type("_FamilyServer", (_Server,), {"address_family": family})
     problem: OSError | None = None

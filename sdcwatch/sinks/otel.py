@@ -30,7 +30,7 @@ from prometheus_client import CollectorRegistry
 
 from sdcwatch.core import catalog
 from sdcwatch.core.catalog import CATALOG, Metric
-from sdcwatch.sinks.base import SinkCounts, SummarySink
+from sdcwatch.sinks.base import SCRAPE_SECONDS, SinkCounts, SummarySink
 from sdcwatch.sinks.endpoint import MetricsEndpoint
 from sdcwatch.sinks.metrics import Measurement, RecordMetrics
 from sdcwatch.sinks.otel_internals import breaks_every_scrape, observe
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from sdcwatch.core.records import Record
     from sdcwatch.core.summary import RunSummary
+    from sdcwatch.sinks.endpoint import Scrapes
     from sdcwatch.sinks.otlp import OtlpReader
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
@@ -208,12 +209,25 @@ class OtelSink(SummarySink):
             return
         linger = min(self._linger_seconds, timeout_seconds, threading.TIMEOUT_MAX)
         if parts.push is not None:
-            parts.push.shutdown(timeout_millis=max(0.05, timeout_seconds - linger) * 1000)
+            kept = linger if parts.endpoint is None else linger + SCRAPE_SECONDS
+            parts.push.shutdown(timeout_millis=max(0.05, timeout_seconds - kept) * 1000)
         if parts.endpoint is not None:
-            self._hurry.wait(min(linger, max(0.0, deadline - time.monotonic())))
+            self._await_scrape(parts.endpoint.scrapes, linger, deadline)
             parts.endpoint.close()
         if parts.pull is not None:
             parts.pull.shutdown()
+
+    def _await_scrape(self, scrapes: Scrapes, linger: float, deadline: float) -> None:
+        """Stay up for as long as was asked, and until the last state has been fetched.
+
+        Only where somebody has fetched one before, and not for ever.
+        """
+        now = time.monotonic()
+        if self._hurry.wait(min(linger, max(0.0, deadline - now))):
+            return
+        end = min(deadline, now + scrapes.patience())
+        while not scrapes.since(now) and time.monotonic() < end and not self._hurry.wait(0.05):
+            pass
 
     def hurry(self) -> None:
         """Wait for no last scrape: somebody pressed Ctrl-C."""

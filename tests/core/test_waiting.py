@@ -11,6 +11,7 @@ from sdcwatch.core.waiting import (
     Relation,
     Stage,
     describe,
+    in_next_forward,
     judge_wait,
     relation,
 )
@@ -94,3 +95,12 @@ def test_a_finding_about_many_ranks_stays_one_line_a_person_reads() -> None:
 def test_how_far_a_rank_is_behind_is_said() -> None:
     finding = Finding(behind=(3,), notes={3: "is alive, in step 7"}, steps_behind=2)
     assert describe(finding) == "rank 3 is alive, in step 7; rank 3 alive, 2 steps behind"
+
+
+def test_a_rank_in_the_forward_of_the_next_step_has_gone_past_what_lies_before_it() -> None:
+    saving = Position(4, Stage.SAVE, 9, "at save_checkpoint of step 4", operation=True)
+    updated = Position(4, Stage.WEIGHTS, 8)
+    assert relation(updated, saving) is Relation.BEHIND
+    assert relation(in_next_forward(updated), saving) is Relation.PAST
+    backward = Position(5, Stage.STEP, 9, "at the end of the backward of step 5", operation=True)
+    assert relation(in_next_forward(updated), backward) is Relation.BEHIND

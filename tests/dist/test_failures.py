@@ -132,7 +132,7 @@ def test_a_rank_that_stalls_is_named_and_the_run_goes_on_when_it_does(tmp_path: 
     assert ended.codes == [0, 0, 0]
     assert hangs(ended)
     assert {absent for _, absent in hangs(ended)} == {(VICTIM,)}
-    assert "is alive, in the training loop after the" in ended.of(Hang)[0].left[str(VICTIM)]
+    assert "is alive, after the" in ended.of(Hang)[0].left[str(VICTIM)]
     assert ended.of(Verdict) == []
     assert [f.step for f in ended.of(RunFinished)] == [5]
 

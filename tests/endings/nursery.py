@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import sys
 import threading
 import time
@@ -65,6 +66,8 @@ def serve() -> dict[str, Any] | None:
 job = serve()
 if job is not None:
     os.environ.update(job["environment"])
+    # A test run in the background ignores it, and so would every process that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     null = os.open(os.devnull, os.O_RDWR)
     errors = os.open(os.environ["STDERR"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for target, source in ((0, null), (1, null), (2, errors)):

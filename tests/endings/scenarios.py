@@ -6,10 +6,12 @@ RUN_DIR, and HOW: "with", "close" or "neither".
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -158,6 +160,15 @@ def only_rank_0_saves(me: Rank) -> None:
     me.train(lambda guard: guard.save_checkpoint(lambda: None) if me.rank == 0 else None)
 
 
+def only_rank_0_saves_with_buffers(me: Rank) -> None:
+    """The others wait in the next forward, for the buffers of rank 0."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    me.model = DistributedDataParallel(net)
+    me.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    only_rank_0_saves(me)
+
+
 def exception(me: Rank) -> None:
     def fail(guard: sdcwatch.Guard) -> None:
         if me.is_victim:
@@ -204,8 +215,20 @@ def own_handler(me: Rank) -> None:
     dist.destroy_process_group()
 
 
+def _stderr_through_a_pipe() -> None:
+    """A launcher's: what a rank says there does not depend on what its disk takes."""
+    file = os.dup(2)
+    reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
+    assert reader.stdin is not None
+    os.dup2(reader.stdin.fileno(), 2)
+    reader.stdin.close()
+    atexit.register(reader.wait)  # first registered, last to run
+    atexit.register(os.dup2, file, 2)
+
+
 def full_disk(me: Rank) -> None:
     """No file may grow any further, as on a disk that is full."""
+    _stderr_through_a_pipe()
 
     def fill(guard: sdcwatch.Guard) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

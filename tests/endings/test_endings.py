@@ -57,6 +57,7 @@ STORIES = {
     "software_finding": Story((EXIT_SOFTWARE,) * 3, "failed", "SoftwareDivergence"),
     "rank_killed": Story((EXIT_RANK_GONE, -signal.SIGKILL, EXIT_RANK_GONE), "failed", "RankGone"),
     "only_rank_0_saves": Story((EXIT_DESYNC,) * 3, "failed", "Desync"),
+    "only_rank_0_saves_with_buffers": Story((EXIT_DESYNC,) * 3, "failed", "Desync"),
     "exception": Story((EXIT_RANK_GONE, 1, EXIT_RANK_GONE), "failed", "RankGone"),
     "late_and_waited_for": Story((0, 0, 0), "finished", "the run ended", late=8.0),
     "save_raises": Story((1, 1, 1), "failed", "CheckpointError"),
@@ -102,7 +103,7 @@ def test_a_rank_that_is_late_for_too_long_is_named_with_what_it_does(
     assert (ended.codes[0], ended.codes[2]) == (EXIT_RANK_GONE, EXIT_RANK_GONE)
     hangs = ended.of(Hang)
     assert {hang.absent for hang in hangs} == {(1,)}
-    assert "is alive, in the training loop after" in hangs[0].left["1"]
+    assert "is alive, after the" in hangs[0].left["1"]
 
 
 def test_a_question_about_rank_0_is_asked_where_it_alone_saves(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from sdcwatch.sinks.endpoint import MetricsEndpoint
+from sdcwatch.sinks.endpoint import MetricsEndpoint, Scrapes
 
 
 @pytest.fixture
@@ -29,6 +29,43 @@ def endpoint(registry):
 
 def test_it_serves_the_registry(endpoint, scrape):
     assert "answer 42.0" in scrape(endpoint.url)
+
+
+@pytest.mark.parametrize(
+    ("came", "now", "patience"),
+    [
+        ([], 100.0, 0.0),
+        ([15.0], 16.0, 30.0),  # no interval seen yet: when it came, and that no other has since
+        ([15.0], 35.0, 40.0),
+        ([15.0, 30.0], 31.0, 30.0),
+        ([10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 60.0], 61.0, 20.0),  # two scrapers
+        ([100.0, 200.0], 201.0, 60.0),
+    ],
+)
+def test_a_scrape_is_waited_for_two_intervals_and_a_minute_at_most(
+    monkeypatch, came, now, patience
+):
+    clock = [0.0]
+    monkeypatch.setattr("sdcwatch.sinks.endpoint.time.monotonic", lambda: clock[0])
+    scrapes = Scrapes()
+    for clock[0] in came:
+        scrapes.serve(lambda: None)
+    clock[0] = now
+    assert scrapes.patience() == patience
+
+
+def test_a_scrape_that_began_before_the_last_record_does_not_count(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("sdcwatch.sinks.endpoint.time.monotonic", lambda: clock[0])
+    scrapes = Scrapes()
+
+    def slowly():
+        clock[0] = 5.0
+
+    scrapes.serve(slowly)
+    assert not scrapes.since(1.0)
+    scrapes.serve(lambda: None)
+    assert scrapes.since(1.0)
 
 
 def test_it_listens_on_loopback_and_nowhere_else(endpoint):

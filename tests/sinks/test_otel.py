@@ -172,6 +172,37 @@ def test_the_end_of_the_run_stays_on_the_endpoint_for_a_last_scrape(
     assert not closing.is_alive()
 
 
+def test_the_end_waits_for_one_more_scrape_where_there_was_one(
+    sinks, feed, scrape, series, faulty_run
+):
+    import threading
+
+    dispatcher, _ = sinks(faulty_run[0])
+    feed(dispatcher, faulty_run[:-1])
+    url = dispatcher.links["metrics"]
+    scrape(url)
+    (endpoint,) = [w.sink._parts.endpoint for w in dispatcher.workers if w.sink.lingers]
+    endpoint.scrapes.patience = lambda: 30.0  # as after two scrapes 15 s apart
+    feed(dispatcher, faulty_run[-1:])
+    closing = threading.Thread(target=dispatcher.close)
+    closing.start()
+    closing.join(0.5)
+    assert closing.is_alive()
+
+    found = series(scrape(url))
+
+    assert found[("sdcwatch_guard_state", "state=finished")] == 1
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_the_end_waits_for_nobody_where_nobody_ever_came(sinks, feed, faulty_run):
+    dispatcher, _ = sinks(faulty_run[0])
+    feed(dispatcher, faulty_run)
+    (endpoint,) = [w.sink._parts.endpoint for w in dispatcher.workers if w.sink.lingers]
+    assert endpoint.scrapes.patience() == 0.0
+
+
 def test_a_scrape_at_16384_ranks_with_40_suspects_has_at_most_720_lines(
     sinks, feed, make, scrape, faulty_run
 ):
