@@ -17,12 +17,10 @@ step, ranks are not at the same place, and everybody learns it together.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -34,6 +32,7 @@ import torch.distributed as dist
 
 from sdcwatch.core.waiting import Answer, Finding, Position, Stage, describe, judge_wait
 from sdcwatch.errors import ConfigurationError, Desync, RankGone
+from sdcwatch.guard.waits import Messages, issued, unfinished
 from sdcwatch.guard.watchdog import STORE_SECONDS, LivenessCheck, bounded, ran_apart
 
 RECHECK_SECONDS = 60.0
@@ -211,7 +210,7 @@ class GlooExchange:
         """
         one = {rank: torch.ones(1, dtype=torch.uint8) for rank in partners}
         got = {rank: torch.empty(1, dtype=torch.uint8) for rank in partners}
-        self._await(lambda: _Messages(self._group, one, got), "sdcwatch.init")
+        self._await(lambda: self._messages(one, got), "sdcwatch.init")
 
     def max_int64s(
         self,
@@ -255,10 +254,16 @@ class GlooExchange:
         """
         sizes = {r: torch.tensor([t.numel()], dtype=torch.int64) for r, t in outgoing.items()}
         expected = {r: torch.zeros(1, dtype=torch.int64) for r in incoming}
-        self._await(lambda: _Messages(self._group, sizes, expected), operation)
+        self._await(lambda: self._messages(sizes, expected), operation)
         buffers = {r: torch.empty(int(n), dtype=torch.uint8) for r, n in expected.items()}
-        self._await(lambda: _Messages(self._group, outgoing, buffers), operation)
+        self._await(lambda: self._messages(outgoing, buffers), operation)
         return buffers
+
+    def _messages(
+        self, outgoing: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor]
+    ) -> Messages:
+        works = [self._group.recv([t], r, 0) for r, t in buffers.items()]
+        return Messages(works + [self._group.send([t], r, 0) for r, t in outgoing.items()])
 
     def _await(self, issue: Callable[[], Any], operation: str, extra_seconds: float = 0.0) -> None:
         """Issue an operation and wait for it, asking where the others are when it takes long."""
@@ -267,15 +272,15 @@ class GlooExchange:
         patience = self._deadline
         work: Any = None
         try:
-            work = _issued(issue)
-            while (broken := _unfinished(work, patience)) is not None:
+            work = issued(issue)
+            while (broken := unfinished(work, patience)) is not None:
                 waited = time.monotonic() - started
                 if self._finished_meanwhile(work, at, operation, waited, broken, extra_seconds):
                     break
                 patience = max(1.0, min(self._deadline, RECHECK_SECONDS))
         except BaseException:
             _keep_for_good(self._group)  # what was begun is still under way
-            if isinstance(work, _Messages):
+            if isinstance(work, Messages):
                 work.give_up()
             raise
         finally:
@@ -305,7 +310,7 @@ class GlooExchange:
             broken=bool(broken),
         )
         # The last rank may have come while the others were asked.
-        if not broken and _unfinished(work, MOMENT_SECONDS) is None:
+        if not broken and unfinished(work, MOMENT_SECONDS) is None:
             return True
         if answer is Answer.DESYNC:
             error = ran_apart(finding)
@@ -358,86 +363,6 @@ class GlooExchange:
 
     def close(self) -> None:
         """Nothing to give back: the group lives as long as the process."""
-
-
-class _Messages:
-    """Point-to-point messages under way.
-
-    They are waited for in a thread: a wait that times out on gloo ends every connection of the
-    group, so that nothing could be waited for after it.
-    """
-
-    def __init__(
-        self, group: Any, outgoing: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor]
-    ) -> None:
-        self._works = [group.recv([t], r, 0) for r, t in buffers.items()]
-        self._works += [group.send([t], r, 0) for r, t in outgoing.items()]
-        self._error: RuntimeError | None = None
-        self._thread = threading.Thread(target=self._finish, name="sdcwatch-messages", daemon=True)
-        self._thread.start()
-
-    def _finish(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            self._error = error
-
-    def wait(self, timeout: timedelta) -> None:
-        """Wait for all of them.
-
-        Raises:
-            RuntimeError: They are still under way, or a connection broke.
-        """
-        self._thread.join(timeout.total_seconds())
-        if self._error is not None:
-            raise self._error
-        if self._thread.is_alive():
-            msg = "messages are still under way"
-            raise RuntimeError(msg)
-
-    def give_up(self) -> None:
-        """Wake the thread: one that came back while the interpreter ends would abort the process.
-
-        A wait that times out ends every connection, which is what is wanted here.
-        """
-        for work in self._works:
-            with contextlib.suppress(RuntimeError):
-                work.wait(timeout=timedelta(milliseconds=1))
-        self._thread.join(1.0)
-
-
-class _Broken:
-    """An operation that could not even begin."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta) -> None:
-        """Say why.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise self._error
-
-
-def _issued(issue: Callable[[], Any]) -> Any:
-    try:
-        return issue()
-    except RuntimeError as error:
-        return _Broken(error)
-
-
-def _unfinished(work: Any, seconds: float) -> str | None:
-    """None once an operation has ended well; "" if it is under way, or what broke it."""
-    started = time.monotonic()
-    try:
-        work.wait(timeout=timedelta(seconds=seconds))
-    except RuntimeError as error:
-        under_way = time.monotonic() - started >= seconds
-        return "" if under_way else str(error).splitlines()[0]
-    return None
 
 
 def lazy_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:

@@ -7,9 +7,7 @@ on the optimizer until all of that has passed.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +29,6 @@ from sdcwatch.checks.trace import REPEATS, disputed_trace, repeated_trace
 from sdcwatch.config import GuardConfig, LauncherEnvironment, launcher_environment
 from sdcwatch.core.introduction import (
     Introduction,
-    file_problem,
     files_needed,
     option_differences,
     same_schema,
@@ -51,6 +48,7 @@ from sdcwatch.core.waiting import Finding
 from sdcwatch.errors import ConfigurationError, SchemaMismatch
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, GlooExchange, gather_json
+from sdcwatch.guard.files import most_partners, open_files_left, require_files
 from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, SavedState, WeightCheck
 from sdcwatch.guard.guarded import (
     Guarded,
@@ -185,7 +183,7 @@ def meet(exchange: GlooExchange, config: GuardConfig, guarded: Guarded) -> Meeti
     topology = Topology(infos, domain)
     off = why_audits_are_off(config, topology)
     others = () if off else partners(topology, [exchange.rank])[exchange.rank]
-    require_files(ranks, files_needed(len(ranks), 0 if off else _most_partners(topology)))
+    require_files(ranks, files_needed(len(ranks), 0 if off else most_partners(topology)))
     exchange.connect(others)
     unguarded = why_partly_guarded(guarded.module, guarded.optimizers)
     notes = tuple(n for n in (note if not off else "", off, unguarded) if n)
@@ -512,8 +510,6 @@ def _gpu(device: torch.device) -> tuple[int | None, str | None]:
 
 
 _LOCAL_SECONDS = 2.0  # for the event log and the summary
-_MANY_FILES = 2**20
-_USED_FILES = 256  # where the process cannot be asked
 _OF_ONE_RANK = frozenset(
     (
         "run",
@@ -555,37 +551,6 @@ def require_same_options(ranks: Sequence[Introduction]) -> None:
         msg = (
             f"Expected the same options on every rank, but got {'; '.join(differences)}. Pass the "
             "same arguments and SDCWATCH_* variables everywhere."
-        )
-        raise ConfigurationError(msg)
-
-
-def _most_partners(topology: Topology) -> int:
-    some = range(min(topology.world_size, 64))  # in one layout they differ by few
-    return max(map(len, partners(topology, some).values()))
-
-
-def open_files_left() -> int:
-    """How many more files this process may open, after raising its limit as far as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a limit may be forbidden to be raised
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    if soft == resource.RLIM_INFINITY:
-        return _MANY_FILES
-    descriptors = Path("/proc/self/fd")
-    return soft - (len(list(descriptors.iterdir())) if descriptors.is_dir() else _USED_FILES)
-
-
-def require_files(ranks: Sequence[Introduction], needed: int) -> None:
-    """Check that every rank may open enough sockets.
-
-    Raises:
-        ConfigurationError: Some may not; names them and the number.
-    """
-    if problem := file_problem(ranks, needed):
-        msg = (
-            f"Expected every rank to be allowed {needed} more open files, but got {problem}. Raise "
-            "the hard limit (ulimit -Hn, LimitNOFILE= or --ulimit nofile=) there."
         )
         raise ConfigurationError(msg)
 

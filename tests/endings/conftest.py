@@ -124,7 +124,8 @@ class Nursery:
         )
         self._said: dict[str, queue.Queue[dict[str, Any]]] = {"": queue.Queue()}
         self._count = 0
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         ready = self._said[""].get(timeout=600)
         assert ready == {"ready": 1}, "a process with threads must not be forked"
 
@@ -172,6 +173,9 @@ class Nursery:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=20)
+        self._listener.join(5)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -234,7 +234,7 @@ def full_disk(me: Rank) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
-    me.train(fill, steps=200)
+    me.train(fill)
 
 
 def store_gone(me: Rank) -> None:
