@@ -53,6 +53,7 @@ from sdcwatch.sinks.jsonl import write_summary
 
 if TYPE_CHECKING:
     from sdcwatch.guard.replay import AuditResult
+    from sdcwatch.sinks.base import SinkCounts
 
 
 LOG = logging.getLogger("sdcwatch")
@@ -65,6 +66,11 @@ class Emitter(Protocol):
     @property
     def summary(self) -> RunSummary:
         """The run so far, earlier segments included."""
+        ...
+
+    @property
+    def counts(self) -> Sequence[SinkCounts]:
+        """What each sink was given, and what it lost."""
         ...
 
     def emit(self, record: Record) -> None:
@@ -139,6 +145,7 @@ class Reporter:
     ) -> None:
         self._sink, self.verdicts = sink, verdicts
         self._summary_path, self._leader = summary_path, leader
+        self._run_dir = None if summary_path is None else summary_path.parent
         self._last = time.monotonic()
         self._said: set[str] = set()
         self.window = Window(start_step + 1)
@@ -258,8 +265,8 @@ class Reporter:
         """Flush, write the summary, and close the sinks within their budget."""
         self.flush()
         self._write_summary()
-        if self._leader and self._summary_path is not None:
-            LOG.info(closing_line(self._sink.summary, self._summary_path.parent))
+        if self._leader and self._run_dir is not None:
+            LOG.info(closing_line(self._sink.summary, self._run_dir, self._unwritten()))
         self._sink.close(timeout_seconds)
 
     def _progress(self, window: Window) -> Progress:
@@ -295,6 +302,12 @@ class Reporter:
 
     def _out(self, record: Record) -> None:
         self._sink.emit(record)
+
+    def _unwritten(self) -> list[str]:
+        """Files of the run directory that lack something."""
+        log = [c for c in self._sink.counts if c.sink == "jsonl" and any(c.dropped.values())]
+        summary = [] if self._summary_path is not None else ["summary.json"]
+        return ["events.jsonl"] * bool(log) + summary
 
     def _write_summary(self) -> None:
         if self._summary_path is None:
@@ -357,7 +370,7 @@ def open_console(*, console: bool) -> Callable[[], None]:
     return close
 
 
-def closing_line(summary: RunSummary, run_dir: Path) -> str:
+def closing_line(summary: RunSummary, run_dir: Path, unwritten: Sequence[str] = ()) -> str:
     """The last line of a run: a run in which something was found must not end looking healthy."""
     good = summary.last_good_checkpoint_step
     return (
@@ -365,6 +378,7 @@ def closing_line(summary: RunSummary, run_dir: Path) -> str:
         f"{summary.steps_at_risk} steps at risk; "
         f"last good checkpoint: {f'step {good}' if good else 'none'}; "
         f"details: sdcwatch report {run_dir}"
+        + (f" ({' and '.join(unwritten)} could not be written to the end)" if unwritten else "")
     )
 
 

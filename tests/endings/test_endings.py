@@ -62,7 +62,9 @@ STORIES = {
     "late_and_waited_for": Story((0, 0, 0), "finished", "the run ended", late=8.0),
     "save_raises": Story((1, 1, 1), "failed", "CheckpointError"),
     "second_init": Story((0, 0, 0), "finished", "the run ended"),
-    "full_disk": Story((0, 0, 0), "", "the run ended"),
+    "full_disk": Story(
+        (0, 0, 0), "", "events.jsonl and summary.json could not be written to the end"
+    ),
 }
 
 
