@@ -178,6 +178,7 @@ class GlooExchange:
         _, problem = bounded(arrive, self._deadline + STORE_SECONDS)
         if problem:
             missing, unknown = bounded(self._not_arrived, STORE_SECONDS)
+            bounded(lambda: self._let_others_read(missing or ()), STORE_SECONDS)
             finding = Finding(silent=missing or (), store_error=unknown)
             self._gone(finding, "sdcwatch.init", time.monotonic() - started, problem)
 
@@ -185,6 +186,15 @@ class GlooExchange:
         words = [self._store.add(f"arrived/{w}", 0) for w in range(-(-self.world_size // ARRIVALS))]
         ranks = range(self.world_size)
         return tuple(r for r in ranks if not words[r // ARRIVALS] >> r % ARRIVALS & 1)
+
+    def _let_others_read(self, missing: Sequence[int]) -> None:
+        """Leave last if this rank may host the store, so that all others learn who is missing."""
+        self._store.add("read", 1)
+        end = time.monotonic() + STORE_SECONDS
+        while self.rank == 0 and time.monotonic() < end:
+            if self._store.add("read", 0) >= self.world_size - len(missing):
+                return
+            time.sleep(0.05)
 
     def _make_group(self) -> Any:
         # Made directly rather than by new_group, which every rank of the job would have to call,
