@@ -52,6 +52,7 @@ class TerminationHandler:
         self._pid = os.getpid()
         self._received = self._decided = False
         self._pipe: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
         self._installed = (
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -68,9 +69,10 @@ class TerminationHandler:
             os.close(writer)
         else:
             self._pipe = (reader, writer)
-            threading.Thread(
+            self._thread = threading.Thread(
                 target=self._listen, args=(reader,), name="sdcwatch-sigterm", daemon=True
-            ).start()
+            )
+            self._thread.start()
         _forget_in_children(self)
 
     def close(self, *, failed: bool) -> None:
@@ -84,6 +86,8 @@ class TerminationHandler:
             signal.set_wakeup_fd(-1)
             with contextlib.suppress(OSError):
                 os.write(self._pipe[1], b"\0")  # the thread ends, and closes both ends
+        if self._thread is not None:
+            self._thread.join(1.0)
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._received and not failed:

@@ -178,6 +178,8 @@ dispatcher, lines = build_sinks(
 dispatcher.emit(start)
 print(dispatcher.links["metrics"], *(l for l in lines if "Warning" in l), sep="|", flush=True)
 sys.stdin.readline()
+for worker in dispatcher.workers:
+    worker.sink.hurry()  # nobody comes for another scrape
 dispatcher.close()
 """
 
