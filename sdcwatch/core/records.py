@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import types
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
+from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from sdcwatch.core.enums import Action as Action
@@ -272,12 +273,25 @@ class Durations:
             sum=round(self.sum + later.sum, 7),
         )
 
+    @property
+    def median(self) -> float:
+        """The median of `samples`, in seconds; 0.0 of none."""
+        total, values = sum(self.counts), self._values()
+        middle = [(total - 1) // 2, total // 2]
+        ends = tuple(accumulate(self.counts))
+        return sum(values[bisect_right(ends, at)] for at in middle) / 2 if total else 0.0
+
     def samples(self) -> tuple[float, ...]:
         """Durations in seconds that have these counts and this sum.
 
         For instruments that take one measurement at a time. Each lies in its bucket, at the same
         share of its width as all others.
         """
+        both = zip(self._values(), self.counts, strict=True)
+        return tuple(value for value, n in both for _ in range(n))
+
+    def _values(self) -> tuple[float, ...]:
+        """The value in each bucket that stands for all of it."""
         lower = (0.0, *self.buckets)
         floor = math.fsum(n * low for n, low in zip(self.counts, lower, strict=True))
         rest = max(0.0, self.sum - floor)
@@ -286,11 +300,7 @@ class Durations:
             n * (up - low) for n, low, up in zip(self.counts, lower, upper, strict=True)
         )
         share = min(1.0, max(1e-9, rest / room)) if room else 0.0
-        return tuple(
-            low + share * (up - low)
-            for n, low, up in zip(self.counts, lower, upper, strict=True)
-            for _ in range(n)
-        )
+        return tuple(low + share * (up - low) for low, up in zip(lower, upper, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

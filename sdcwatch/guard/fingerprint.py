@@ -1,8 +1,9 @@
 """Check 3: weight fingerprints of all replicas, compared by one MAX of two words.
 
 The fast path folds the fingerprints of all tensors into one 63-bit digest d and takes the MAX of
-(d, ~d), which gives maximum and minimum at once. Only if they differ are the per-tensor
-fingerprints gathered, and `sdcwatch.core.fingerprint` says who dissents.
+(d, ~d), which gives maximum and minimum at once. Only if they differ does a second MAX, of the same
+two words for each tensor, tell which tensors differ; the fingerprints of these, and of a few of
+them, are gathered, and `sdcwatch.core.fingerprint` says who dissents.
 
 A failed check taints the run for good: the wrong weight is in the replica.
 """
@@ -10,6 +11,7 @@ A failed check taints the run for good: the wrong weight is in the replica.
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,14 +28,26 @@ from sdcwatch.checks.fingerprint import (
 from sdcwatch.checks.nonfinite import confirm_nonfinite, probe
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.checkpoint import fingerprint_due
-from sdcwatch.core.fingerprint import FingerprintJudgement, judge_fingerprints
+from sdcwatch.core.fingerprint import (
+    TENSORS_GATHERED,
+    FingerprintJudgement,
+    SoftwareFacts,
+    judge_fingerprints,
+)
 from sdcwatch.core.outcomes import finding
 from sdcwatch.core.records import Check, Disagreement, GateReason, GuardState, Phase, Verdict
 from sdcwatch.guard.checkpoint import CheckpointGate
-from sdcwatch.guard.exchange import Exchange, Operation, agree, gather_json
+from sdcwatch.guard.exchange import Exchange, Operation, agree, share_bytes
 from sdcwatch.guard.reporter import Reporter
 
 Named = Sequence[tuple[str, torch.Tensor]]
+TENSORS_AT_ONCE = 2**19
+"""Tensors asked for in one MAX: 8 MiB."""
+GATHERED_BYTES = 2**22
+"""What the fingerprints of a disagreement come to on each rank at most."""
+_HEAD = struct.Struct("<?d")
+_PAIR = struct.Struct("<QQ")
+_FOLD = 0x9E3779B97F4A7C15
 DESCRIBED = 10
 """Tensors that differ of which the bits are looked at."""
 DESCRIBED_BYTES = 2**28
@@ -99,20 +113,38 @@ class WeightCheck:
         if self._table is None:  # pragma: no cover - equal() comes first
             msg = "Expected equal() before dissent()."
             raise RuntimeError(msg)
-        message = {"scale": loss_gradient, "pairs": to_pairs(self._table)}
-        rows = gather_json(self._replicas.exchange, message, operation)
-        names = [name for name, _ in self._replicas.named()]
-        tables = [[(int(a), int(b)) for a, b in row["pairs"]] for row in rows]
-        judgement = judge_fingerprints(names, tables, loss_scales([row["scale"] for row in rows]))
+        pairs = [(int(a), int(b)) for a, b in to_pairs(self._table)]
+        every = [name for name, _ in self._replicas.named()]
+        differing = self._differing(pairs, operation)
+        exchange = self._replicas.exchange
+        kept = differing[: tensors_gathered(exchange.world_size)]
+        message = pack_fingerprints([pairs[i] for i in kept], loss_gradient)
+        rows = exchange.gather(message, operation)
+        tables, gradients = zip(*map(unpack_fingerprints, rows), strict=True)
+        facts = SoftwareFacts(tensors_total=len(every), differing_total=len(differing))
+        judgement = judge_fingerprints(
+            [every[i] for i in kept], tables, loss_scales(gradients), software=facts
+        )
         notes = self._describe(judgement.disagreements[:DESCRIBED], operation)
         noted = [replace(d, note=notes.get(d.tensor, "")) for d in judgement.disagreements]
         return replace(judgement, disagreements=tuple(noted))
 
+    def _differing(self, pairs: Sequence[tuple[int, int]], operation: str) -> list[int]:
+        """Places of the tensors that differ, the same on every rank. Every rank calls it."""
+        found = []
+        for begin in range(0, len(pairs), TENSORS_AT_ONCE):
+            part = [_word(pair) for pair in pairs[begin : begin + TENSORS_AT_ONCE]]
+            words = [word for d in part for word in (d, ~d)]
+            largest = self._replicas.exchange.max_int64s(words, operation)
+            both = zip(largest[::2], largest[1::2], strict=True)
+            found += [begin + at for at, (top, bottom) in enumerate(both) if top != ~bottom]
+        return found
+
     def _describe(self, disagreements: Sequence[Disagreement], operation: str) -> dict[str, str]:
         """In which bits the two largest sides of each tensor differ. Every rank calls it."""
         exchange, tensors = self._replicas.exchange, dict(self._replicas.named())
-        own: dict[str, str] = {}
-        for disagreement in disagreements:
+        own: dict[int, bytes] = {}
+        for slot, disagreement in enumerate(disagreements):
             here, there = (group[0] for group in disagreement.groups[:2])
             tensor = tensors[disagreement.tensor].detach()
             if tensor.numel() * tensor.element_size() > DESCRIBED_BYTES:
@@ -121,9 +153,32 @@ class WeightCheck:
             incoming = [there] if exchange.rank == here else []
             for data in exchange.route(outgoing, incoming, operation).values():
                 theirs = data.view(tensor.dtype).reshape(tensor.shape)
-                own[disagreement.tensor] = describe_difference(tensor, theirs)
-        rows = gather_json(exchange, own, operation)
-        return {name: note for row in rows for name, note in row.items()}
+                own[slot] = describe_difference(tensor, theirs).encode()
+        said = share_bytes(exchange, own, len(disagreements), operation) if disagreements else ()
+        return {d.tensor: text.decode() for d, text in zip(disagreements, said, strict=True)}
+
+
+def tensors_gathered(world_size: int) -> int:
+    """Tensors that differ of which fingerprints are gathered: one message of `GATHERED_BYTES`."""
+    return max(1, min(TENSORS_GATHERED, GATHERED_BYTES // (_PAIR.size * world_size)))
+
+
+def pack_fingerprints(pairs: Sequence[tuple[int, int]], loss_gradient: float | None) -> bytes:
+    """One rank's part of the gather of a disagreement: 9 bytes and 16 for each tensor."""
+    head = _HEAD.pack(loss_gradient is not None, loss_gradient or 0.0)
+    return head + b"".join(_PAIR.pack(*pair) for pair in pairs)
+
+
+def unpack_fingerprints(message: bytes) -> tuple[list[tuple[int, int]], float | None]:
+    """What `pack_fingerprints` packed."""
+    known, gradient = _HEAD.unpack_from(message)
+    return list(_PAIR.iter_unpack(message[_HEAD.size :])), gradient if known else None
+
+
+def _word(pair: tuple[int, int]) -> int:
+    """Both checksums of a tensor in one word of 63 bits."""
+    plain, mixed = pair
+    return (mixed ^ (plain * _FOLD)) & (2**63 - 1)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -26,6 +24,7 @@ from sdcwatch.core.records import (
 )
 from sdcwatch.core.summary import RunSummary, fold
 from sdcwatch.core.suspects import SuspectDevice, suspect_devices
+from sdcwatch.core.thinning import merged_durations
 from sdcwatch.report import words
 from sdcwatch.report.charts import Figure, loss_figure, overhead_figure, ranks_figure
 
@@ -144,15 +143,11 @@ def view_of(
 
 
 def _costs(records: Sequence[Record]) -> list[Cost]:
-    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for record in records:
-        if isinstance(record, Progress):
-            for entry in record.durations:
-                found[entry.check.value, entry.phase.value].extend(entry.samples())
+    entries = (d for record in records if isinstance(record, Progress) for d in record.durations)
     return [
-        Cost(check, phase, len(seconds), statistics.median(seconds), sum(seconds))
-        for (check, phase), seconds in found.items()
-        if seconds
+        Cost(entry.check.value, entry.phase.value, sum(entry.counts), entry.median, entry.sum)
+        for entry in merged_durations(entries)
+        if any(entry.counts)
     ]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sdcwatch.core.records import Record, RunStarted
+from sdcwatch.core.thinning import thin
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.sinks.jsonl import event_files, read_records
+from sdcwatch.sinks.jsonl import event_files, stream_records
 
 
 def require_run(run_dir: Path) -> tuple[Path, ...]:
@@ -29,7 +30,7 @@ def require_run(run_dir: Path) -> tuple[Path, ...]:
 
 
 def read_run(run_dir: Path) -> list[Record]:
-    """The records of a run, ordered by time.
+    """The records of a run, ordered by time; of a long run neighbouring progress is merged.
 
     Raises:
         ConfigurationError: The directory does not exist, holds no event log, or its log holds no
@@ -37,7 +38,7 @@ def read_run(run_dir: Path) -> list[Record]:
     """
     files = require_run(run_dir)
     try:
-        records = read_records(run_dir)
+        records = thin(stream_records(run_dir))
     except (OSError, ValueError) as error:
         msg = f"Expected records of sdcwatch in {run_dir}, but got: {error}"
         raise ConfigurationError(msg) from error
@@ -45,7 +46,8 @@ def read_run(run_dir: Path) -> list[Record]:
         size = sum(p.stat().st_size for p in files)
         msg = (
             f"Expected a start record in {files[0]}, but got {len(records)} records in "
-            f"{size} bytes. The run was stopped before the guard was ready; look at its log."
+            f"{size} bytes. The run was stopped before the guard was ready, or the log that began "
+            "with it was rotated away; look at its log."
         )
         raise ConfigurationError(msg)
     return records

@@ -6,6 +6,11 @@ what the guard says before it waits for another rank is on disk while it waits. 
 ever appended to. A process that dies in mid-line leaves a torn line; the next segment starts on a
 fresh one, and readers skip what is no record.
 
+A long run stays readable: after its first minute neighbouring progress records are merged before
+they are written (`sdcwatch.core.thinning`), and before any other record what is held goes first. A
+log that somebody rotates is followed: a file that was moved away is opened anew, one that was
+truncated is appended to, and readers take ``events.jsonl.1`` and ``events.jsonl.2.gz`` as well.
+
 What a person decides with ``sdcwatch close`` goes into a file of its own, because appending to the
 log of a run that lives, on another host, would race with it. The run looks into that file.
 """
@@ -13,6 +18,7 @@ log of a run that lives, on another host, would race with it. The run looks into
 from __future__ import annotations
 
 import contextlib
+import gzip
 import heapq
 import json
 import os
@@ -20,8 +26,18 @@ import time
 import uuid
 from typing import TYPE_CHECKING, BinaryIO
 
-from sdcwatch.core.records import Closing, Record, RunStarted, build, decode, encode, plain
+from sdcwatch.core.records import (
+    Closing,
+    Progress,
+    Record,
+    RunStarted,
+    build,
+    decode,
+    encode,
+    plain,
+)
 from sdcwatch.core.summary import RunSummary, SummaryBuilder
+from sdcwatch.core.thinning import interval_seconds, merged
 from sdcwatch.sinks.base import BaseSink
 
 if TYPE_CHECKING:
@@ -30,6 +46,8 @@ if TYPE_CHECKING:
 
 EVENTS = "events.jsonl"
 EVENTS_PATTERN = "events*.jsonl"
+ROTATED_PATTERNS = ("events*.jsonl.[0-9]*", "events*.jsonl-[0-9]*", "events*.jsonl.gz")
+"""What common tools make of a log that they rotate; compressed by gzip or not."""
 CLOSED = "closed.jsonl"
 SUMMARY = "summary.json"
 LOOK_SECONDS = 2.0
@@ -55,18 +73,60 @@ class JsonlSink(BaseSink):
         self._kinds = kinds
         self._file: BinaryIO | None = None
         self._torn = False
+        self._held: Progress | None = None
+        self._started: float | None = None
+        self._written_at = 0.0
 
     def emit(self, record: Record) -> None:
-        """Write and flush one line.
+        """Write and flush one line, or hold a progress record back to merge it with the next.
 
         Raises:
-            OSError: The line did not reach the file; counted in `failures` too.
+            OSError: A line did not reach the file; counted in `failures` too.
         """
         if self._kinds is not None and record.kind not in self._kinds:
             return
+        if isinstance(record, Progress):
+            held, self._held = self._held, None
+            record = record if held is None else merged(held, record)
+            if self._early(record.time):
+                self._held = record
+                return
+            self._written_at = record.time
+            self._write(record)
+            return
+        if isinstance(record, RunStarted):
+            self._started = self._written_at = record.time
+        try:
+            self._write_held()
+        finally:
+            self._write(record)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Write what is held and close the file; a later `emit` opens it again."""
+        try:
+            self._write_held()
+        finally:
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
+
+    def _early(self, now: float) -> bool:
+        """Whether the latest written progress is so new that this one can wait."""
+        if self._started is None or now < self._written_at:  # or a clock that was put back
+            self._started = self._written_at = now
+            return False
+        return 0 <= now - self._written_at < interval_seconds(now - self._started)
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._written_at = held.time
+            self._write(held)
+
+    def _write(self, record: Record) -> None:
         line = encode(record).encode() + b"\n"
         try:
-            if self._file is None:
+            if self._file is None or self._moved(self._file):
                 self._file = self._open()
             # Unbuffered, so that a failed write leaves nothing behind to be flushed later.
             written = self._file.write(b"\n" + line if self._torn else line)
@@ -80,11 +140,17 @@ class JsonlSink(BaseSink):
             msg = f"Expected to write {whole} bytes to the event log, but got {written} written."
             raise OSError(msg)
 
-    def close(self, timeout_seconds: float) -> None:
-        """Close the file; a later `emit` opens it again."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+    def _moved(self, file: BinaryIO) -> bool:
+        """Whether the path no longer leads to the open file: somebody rotated it."""
+        try:
+            there, here = self.path.stat(), os.fstat(file.fileno())
+        except FileNotFoundError:
+            there = None
+        if there is not None and (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino):
+            return False
+        file.close()
+        self._file = None
+        return True
 
     def _open(self) -> BinaryIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,13 +167,18 @@ def _ends_in_mid_line(path: Path) -> bool:
 
 
 def event_files(run_dir: Path) -> tuple[Path, ...]:
-    """The event logs of a run: the leader's, and those of other ranks that had something to say."""
-    return tuple(sorted(run_dir.glob(EVENTS_PATTERN)))
+    """The event logs of a run: the leader's, and those of other ranks that had something to say.
+
+    Those that were rotated come first.
+    """
+    rotated = {path for pattern in ROTATED_PATTERNS for path in run_dir.glob(pattern)}
+    # Older ones first: where two records have one time, theirs came before.
+    return (*sorted(rotated, reverse=True), *sorted(run_dir.glob(EVENTS_PATTERN)))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a file with their numbers, without holding the file in memory."""
-    with path.open("rb") as file:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if line := raw.decode("utf-8", errors="replace").strip():
                 yield number, line
@@ -197,9 +268,10 @@ def run_id_of(run_dir: Path) -> str:
     known = ""
     # An unreadable log is no reason to stop a run: its id is new then.
     with contextlib.suppress(OSError, ValueError):
-        for _, line in _lines(run_dir / EVENTS):
-            if f'"kind":"{RunStarted.kind}"' in line:  # other lines need not be parsed
-                known = str(json.loads(line).get("run_id") or known)
+        for path in event_files(run_dir):
+            for _, line in _lines(path):
+                if f'"kind":"{RunStarted.kind}"' in line:  # other lines need not be parsed
+                    known = str(json.loads(line).get("run_id") or known)
     return known or uuid.uuid4().hex
 
 

@@ -1,8 +1,11 @@
+import gzip
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 
-from sdcwatch.core.records import encode
+from sdcwatch.core.records import Note, Progress, encode
 from sdcwatch.sinks.jsonl import JsonlSink, read_records
 
 
@@ -85,3 +88,70 @@ def test_a_line_of_a_newer_schema_is_named_and_not_passed_over(tmp_path, start):
 def test_a_directory_without_a_log_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"Expected events\*.jsonl in"):
         read_records(tmp_path)
+
+
+def _second(step: int) -> Progress:
+    return Progress(step=step, time=float(step), first_step=step, plain_steps=1)
+
+
+def test_an_hour_is_a_few_hundred_lines_and_no_step_of_it_is_lost(tmp_path):
+    log = JsonlSink(tmp_path / "events.jsonl")
+    for step in range(1, 3601):
+        log.emit(_second(step))
+    log.emit(Note(step=3600, time=3600.0, code="x", message="y"))
+
+    *progress, note = read_records(tmp_path)
+
+    assert note.kind == "note"  # and what was held has gone before it
+    assert sum(r.plain_steps for r in progress) == progress[-1].step == 3600
+    assert len(progress) < 400
+    log.close(1.0)
+
+
+def test_a_day_of_ten_steps_a_second_stays_under_ten_megabytes(tmp_path):
+    day = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "day.py"))
+
+    size, steps = day["write"](tmp_path, seconds=1200, first=1800)  # as all hours from then on
+
+    assert steps == 12_000
+    assert 72 * size < 9_000_000
+
+
+def test_what_is_held_is_written_at_the_end(tmp_path):
+    log = JsonlSink(tmp_path / "events.jsonl")
+    for step in range(1, 200):
+        log.emit(_second(step))
+    log.close(1.0)
+
+    assert sum(r.plain_steps for r in read_records(tmp_path)) == 199
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_rotated_log_loses_nothing(tmp_path, faulty_run, compress):
+    path = tmp_path / "events.jsonl"
+    log = JsonlSink(path)
+    half = len(faulty_run) // 2
+    for record in faulty_run[:half]:
+        log.emit(record)
+    moved = path.rename(tmp_path / "events.jsonl.1")
+    for record in faulty_run[half:]:
+        log.emit(record)
+    log.close(1.0)
+    if compress:
+        (tmp_path / "events.jsonl.1.gz").write_bytes(gzip.compress(moved.read_bytes()))
+        moved.unlink()
+
+    assert path.is_file()
+    assert read_records(tmp_path) == sorted(faulty_run, key=lambda r: r.time)
+
+
+def test_a_log_truncated_after_a_copy_goes_on_at_its_start(tmp_path, faulty_run):
+    path = tmp_path / "events.jsonl"
+    log = JsonlSink(path)
+    log.emit(faulty_run[0])
+    (tmp_path / "events.jsonl.1").write_bytes(path.read_bytes())
+    path.write_bytes(b"")
+    log.emit(faulty_run[1])
+    log.close(1.0)
+
+    assert read_records(tmp_path) == faulty_run[:2]
