@@ -105,12 +105,17 @@ class ThreadExchange:
         operation: str,
         *,
         extra_seconds: float = 0.0,
-        on_device: bool = False,
     ) -> tuple[int, ...]:
         """Element-wise maximum."""
         self.calls.append("max_words")
         rows = self._hub.meet(self.rank, tuple(words))
         return tuple(max(column) for column in zip(*rows, strict=True))
+
+    def max_and_read(
+        self, words: torch.Tensor, own: torch.Tensor, operation: str
+    ) -> tuple[tuple[int, ...], list[float]]:
+        """Element-wise maximum, and this rank's own values."""
+        return self.max_int64s(words.tolist(), operation), own.tolist()
 
     def gather(self, message: bytes, operation: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         """Every rank's message."""

@@ -9,8 +9,9 @@ from typing import Literal
 from sdcwatch.core.checkpoint import GateDecision, is_confirmable
 from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason
 from sdcwatch.errors import ConfigurationError, SdcwatchError
-from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange, gather_json
+from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange
 from sdcwatch.guard.reporter import Reporter
+from sdcwatch.guard.sharing import gather_json
 
 
 class CheckpointGate:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import logging
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from sdcwatch.core.waiting import Answer, Finding, Position, Stage, describe, judge_wait
 from sdcwatch.errors import ConfigurationError, Desync, RankGone
-from sdcwatch.guard.waits import Messages, issued, unfinished
+from sdcwatch.guard.waits import DeviceResult, HostBuffer, Messages, issued, unfinished
 from sdcwatch.guard.watchdog import STORE_SECONDS, LivenessCheck, bounded, ran_apart
 
 RECHECK_SECONDS = 60.0
@@ -67,7 +67,6 @@ class Exchange(Protocol):
         operation: str,
         *,
         extra_seconds: float = 0.0,
-        on_device: bool = False,
     ) -> tuple[int, ...]:
         """Element-wise maximum over all ranks of a few signed 64-bit words.
 
@@ -75,8 +74,24 @@ class Exchange(Protocol):
             words: The same number on every rank.
             operation: What is being done, for errors.
             extra_seconds: Added to the deadline, where one rank may be long.
-            on_device: At the end of the backward, where it cannot interleave with DDP: use DDP's
-                group and the device, if that is CUDA.
+        """
+        ...
+
+    def max_and_read(
+        self, words: torch.Tensor, own: torch.Tensor, operation: str
+    ) -> tuple[tuple[int, ...], list[float]]:
+        """`max_int64s` of words on the device, read in one transfer with what else lies there.
+
+        Only at the end of the backward, where it cannot interleave with DDP: on CUDA it uses DDP's
+        group.
+
+        Args:
+            words: int64 (k,) on the device, the same number on every rank; overwritten.
+            own: float32 (n,) on the device, of any n: this rank's alone.
+            operation: What is being done, for errors.
+
+        Returns:
+            The largest words, and `own` on the host.
         """
         ...
 
@@ -157,8 +172,10 @@ class GlooExchange:
         self.liveness = LivenessCheck(self._store, self.rank, self.world_size)
         self._await_everyone()
         self._group: Any = self._make_group()
-        self._device_group = parent if device is not None and device.type == "cuda" else None
-        self._device = device
+        # No device is told of by whoever has only tensors of the host.
+        device = device or torch.device("cpu")
+        self._device_group = parent if device.type == "cuda" else None
+        self._buffer = HostBuffer(device)
 
     def own_client(self) -> Any:
         """A second client of this exchange's store: a client serves one thread at a time."""
@@ -228,19 +245,39 @@ class GlooExchange:
         operation: str,
         *,
         extra_seconds: float = 0.0,
-        on_device: bool = False,
     ) -> tuple[int, ...]:
         """Element-wise maximum; see `Exchange.max_int64s`."""
-        if on_device and self._device_group is not None:
-            self.liveness.begin(operation)
-            there = torch.tensor(words, dtype=torch.int64, device=self._device)
-            dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self._device_group)
-            return tuple(there.tolist())
         tensor = torch.tensor(words, dtype=torch.int64, device="cpu")
+        self._await(lambda: self._max(tensor), operation, extra_seconds)
+        return tuple(tensor.tolist())
+
+    def _max(self, tensor: torch.Tensor) -> Any:
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._await(lambda: self._group.allreduce([tensor], options), operation, extra_seconds)
-        return tuple(tensor.tolist())
+        return self._group.allreduce([tensor], options)
+
+    def max_and_read(
+        self, words: torch.Tensor, own: torch.Tensor, operation: str
+    ) -> tuple[tuple[int, ...], list[float]]:
+        """Element-wise maximum on the device; see `Exchange.max_and_read`."""
+        group, count = self._device_group, words.numel()
+        if group is None and words.device.type != "cpu":  # neither CPU nor CUDA
+            words, own = words.cpu(), own.cpu()
+
+        def result() -> torch.Tensor:
+            # One transfer for both: a float32 as a float64 has 64 bits too.
+            return torch.cat((words, own.double().view(torch.int64)))
+
+        def issue() -> DeviceResult:
+            if group is None:
+                return DeviceResult(self._max(words), result, self._buffer, blocks=True)
+            work = dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            blocks = dist.get_backend(group) != "nccl"
+            return DeviceResult(work, result, self._buffer, blocks=blocks)
+
+        read = self._await(issue, operation).values()
+        floats = struct.pack(f"={len(read) - count}q", *read[count:])
+        return tuple(read[:count]), list(struct.unpack(f"={len(floats) // 8}d", floats))
 
     def gather(self, message: bytes, operation: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         """Every rank's message; see `Exchange.gather`. Sizes travel first."""
@@ -275,8 +312,12 @@ class GlooExchange:
         works = [self._group.recv([t], r, 0) for r, t in buffers.items()]
         return Messages(works + [self._group.send([t], r, 0) for r, t in outgoing.items()])
 
-    def _await(self, issue: Callable[[], Any], operation: str, extra_seconds: float = 0.0) -> None:
-        """Issue an operation and wait for it, asking where the others are when it takes long."""
+    def _await(self, issue: Callable[[], Any], operation: str, extra_seconds: float = 0.0) -> Any:
+        """Issue an operation and wait for it, asking where the others are when it takes long.
+
+        Returns:
+            What `issue` returned.
+        """
         at = self.liveness.begin(operation)
         started = time.monotonic()
         patience = self._deadline
@@ -295,6 +336,7 @@ class GlooExchange:
             raise
         finally:
             self.liveness.end(operation)
+        return work
 
     def _finished_meanwhile(
         self,
@@ -454,86 +496,6 @@ _CODE_BITS = 8
 _STEP_BITS = 48
 
 
-def gather_json(
-    exchange: Exchange, value: object, operation: str, *, extra_seconds: float = 0.0
-) -> list[Any]:
-    """Every rank's value, in rank order, after a way through JSON. Every rank calls it.
-
-    See `Exchange.gather`.
-    """
-    rows = exchange.gather(json.dumps(value).encode(), operation, extra_seconds=extra_seconds)
-    return [json.loads(row) for row in rows]
-
-
-_WORD_BYTES = 7
-"""Bytes in a shared word: it is never negative, so that it wins over a rank that has none."""
-
-
-def share_bytes(
-    exchange: Exchange,
-    own: Mapping[int, bytes],
-    slots: int,
-    operation: str,
-    *,
-    extra_seconds: float = 0.0,
-) -> list[bytes]:
-    """What a few ranks have to say, on every rank. Every rank calls it.
-
-    Two MAX all-reduces, of one word per slot and of the words of all slots: what crosses does not
-    grow with the number of ranks.
-
-    Args:
-        exchange: Between the ranks.
-        own: This rank's message by slot. No two ranks fill the same one.
-        slots: How many there are.
-        operation: What is being done, for errors.
-        extra_seconds: Added to the first deadline.
-
-    Returns:
-        The message of every slot; no bytes where no rank filled it.
-    """
-    lengths = exchange.max_int64s(
-        [len(own.get(slot, b"")) for slot in range(slots)], operation, extra_seconds=extra_seconds
-    )
-    words: list[int] = []
-    for slot, length in enumerate(lengths):
-        message = own.get(slot)
-        for start in range(0, length, _WORD_BYTES):
-            part = None if message is None else message[start : start + _WORD_BYTES]
-            words.append(NEUTRAL if part is None else int.from_bytes(part, "little"))
-    if not words:
-        return [b""] * slots
-    shared = iter(exchange.max_int64s(words, operation))
-    messages = []
-    for length in lengths:
-        count = -(-length // _WORD_BYTES)
-        data = b"".join(next(shared).to_bytes(8, "little")[:_WORD_BYTES] for _ in range(count))
-        messages.append(data[:length])
-    return messages
-
-
-def spread(exchange: Exchange, message: torch.Tensor, operation: str) -> torch.Tensor:
-    """The bytes of rank 0 on every rank, along a binomial tree. Every rank calls it.
-
-    Each rank receives once and sends at most log2 of the world size times.
-
-    Args:
-        exchange: Moves them.
-        message: uint8 (n,) on rank 0; of the others it is not looked at.
-        operation: For errors.
-    """
-    me, world, reached = exchange.rank, exchange.world_size, 1
-    while reached < world:
-        sends = me < reached and me + reached < world
-        receives = reached <= me < 2 * reached
-        outgoing = {me + reached: message} if sends else {}
-        incoming = [me - reached] if receives else []
-        received = exchange.route(outgoing, incoming, operation)
-        message = received[me - reached] if receives else message
-        reached *= 2
-    return message
-
-
 class Operation(IntEnum):
     """What a rank is about to do."""
 
@@ -576,17 +538,57 @@ def agree(exchange: Exchange, operation: Operation, step: int, code: int = 0) ->
         RankGone: A rank did not answer within the deadline.
     """
     at = f"{operation.words} of step {step}"
-    stage = STAGES[operation]
-    exchange.move(step, stage, f"before {at}")
-    word = (((operation << _STEP_BITS) | step) << _CODE_BITS) | code
-    on_device = operation is Operation.STEP
-    top, complement = exchange.max_int64s((word, ~word), at, on_device=on_device)
-    bottom = ~complement
-    if top >> _CODE_BITS != bottom >> _CODE_BITS:
-        error = Desync(dict(enumerate(gather_json(exchange, at, at))))
+    exchange.move(step, STAGES[operation], f"before {at}")
+    word = _word(operation, step) | code
+    return _agreed(exchange, operation, step, exchange.max_int64s((word, ~word), at))
+
+
+def agree_on_device(
+    exchange: Exchange, step: int, code: int, seen: torch.Tensor, values: torch.Tensor
+) -> tuple[int, list[float]]:
+    """Meet all ranks at the end of the backward, without reading a verdict first.
+
+    The verdict goes into the word on the device, and the host reads it once, agreed. Every rank
+    calls it.
+
+    Args:
+        exchange: Between the ranks.
+        step: The step.
+        code: What the host knows already.
+        seen: bool () on the device: this rank has to say `Code.SEEN`.
+        values: float32 (n,) on the device, of any n, to be read along.
+
+    Returns:
+        The largest code of all ranks, and `values` on the host.
+
+    Raises:
+        Desync: Ranks are at different operations or steps; names who is where.
+        RankGone: A rank did not answer within the deadline.
+    """
+    at = f"{Operation.STEP.words} of step {step}"
+    exchange.move(step, STAGES[Operation.STEP], f"before {at}")
+    # Numbers of the host go along with the kernels: nothing is copied to the device.
+    word = seen.to(torch.int64).mul_(int(Code.SEEN)).clamp_(min=code)
+    word.add_(_word(Operation.STEP, step))
+    words = torch.stack((word, word.bitwise_not()))
+    largest, read = exchange.max_and_read(words, values, at)
+    return _agreed(exchange, Operation.STEP, step, largest), read
+
+
+def _word(operation: Operation, step: int) -> int:
+    return ((operation << _STEP_BITS) | step) << _CODE_BITS
+
+
+def _agreed(exchange: Exchange, operation: Operation, step: int, largest: tuple[int, ...]) -> int:
+    """The code that all ranks agreed on, if they are at the same place."""
+    at = f"{operation.words} of step {step}"
+    top, complement = largest
+    if top >> _CODE_BITS != ~complement >> _CODE_BITS:
+        rows = exchange.gather(at.encode(), at)
+        error = Desync({rank: row.decode() for rank, row in enumerate(rows)})
         LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
         raise error
-    exchange.move(step, stage, f"after {at}")
+    exchange.move(step, STAGES[operation], f"after {at}")
     return top & ((1 << _CODE_BITS) - 1)
 
 

@@ -37,8 +37,9 @@ from sdcwatch.core.fingerprint import (
 from sdcwatch.core.outcomes import finding
 from sdcwatch.core.records import Check, Disagreement, GateReason, GuardState, Phase, Verdict
 from sdcwatch.guard.checkpoint import CheckpointGate
-from sdcwatch.guard.exchange import Exchange, Operation, agree, share_bytes
+from sdcwatch.guard.exchange import Exchange, Operation, agree
 from sdcwatch.guard.reporter import Reporter
+from sdcwatch.guard.sharing import share_bytes
 
 Named = Sequence[tuple[str, torch.Tensor]]
 TENSORS_AT_ONCE = 2**19

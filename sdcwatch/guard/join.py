@@ -30,8 +30,11 @@ class _Shadow(JoinHook):
             return
         guard.shadow_step()
         guard.joined_exchange.mark_joined()
-        guard.joined_exchange.max_int64s(
-            (NEUTRAL, NEUTRAL), "a step after this rank ran out of inputs", on_device=True
+        device = guard.join_device
+        guard.joined_exchange.max_and_read(
+            torch.full((2,), NEUTRAL, dtype=torch.int64, device=device),
+            torch.zeros(0, device=device),
+            "a step after this rank ran out of inputs",
         )
 
     def post_hook(self, is_last_joiner: bool) -> None:

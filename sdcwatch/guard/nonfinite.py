@@ -7,20 +7,15 @@ that a scaled overflow overflows again. What the facts mean is decided in `sdcwa
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from sdcwatch.checks.captured import Backward
-from sdcwatch.checks.nonfinite import confirm_nonfinite
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.replay import GradientSum, ReplayOptions, ReplayResult
-from sdcwatch.checks.serialise import Scope
-from sdcwatch.checks.torch_internals import live_grad_scalers
 from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.disputes import conclude_nonfinite, plan_nonfinite_traces
 from sdcwatch.core.nonfinite import (
@@ -36,8 +31,7 @@ from sdcwatch.core.nonfinite import (
     remember,
 )
 from sdcwatch.core.topology import Topology
-from sdcwatch.guard.exchange import Exchange, gather_json
-from sdcwatch.guard.guarded import Guarded
+from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.hook import GradientProbes
 from sdcwatch.guard.replay import (
     OwnStep,
@@ -49,6 +43,7 @@ from sdcwatch.guard.replay import (
     unpack_or_error,
     value_of,
 )
+from sdcwatch.guard.sharing import gather_json
 from sdcwatch.guard.tracing import Tracing
 from sdcwatch.guard.window import StepWindow
 
@@ -345,12 +340,6 @@ class NonfiniteCheck:
     investigation: NonfiniteInvestigation
 
 
-def loss_scale(guarded: Guarded) -> float | None:
-    """The scale of the GradScaler that `init` was given, else of any that lives; None without."""
-    scalers = live_grad_scalers() if guarded.scaler is None else [guarded.scaler]
-    return next((float(s.get_scale()) for s in scalers if s.is_enabled()), None)
-
-
 def _from_outputs(seen: RankFinite) -> bool:
     """The value went from the outputs through the loss into the gradients that arrived.
 
@@ -384,172 +373,6 @@ def _summarise(
         nonfinite_unscaled=any(_nonfinite(r, seen) for r in unscaled) if unscaled else None,
         error=error,
     )
-
-
-def gradient_homes(guarded: Guarded) -> dict[int, int]:
-    """Where each gradient lives before the backward, by id of its parameter.
-
-    DDP divides those that live in their bucket already. Others it copies there, multiplied: also
-    those that an accumulation under no_sync has made anew.
-    """
-    ddp = guarded.ddp
-    if ddp is None or not ddp.gradient_as_bucket_view:
-        return {}
-    return {
-        id(p): p.grad.untyped_storage().data_ptr()
-        for _, p in guarded.named
-        if p.grad is not None and p.grad.layout is torch.strided
-    }
-
-
-def observe(
-    guarded: Guarded,
-    probes: GradientProbes,
-    window: StepWindow,
-    rank: int,
-    recorded_loss: torch.Tensor | None,
-) -> tuple[RankFinite, float | None]:
-    """The step's one read of the device: loss, outputs, what arrived there, local and reduced.
-
-    Args:
-        guarded: Whose gradients are looked at.
-        probes: What the communication hook saw.
-        window: The step.
-        rank: This rank.
-        recorded_loss: What `Guard.record_loss` was given in this step, () on any device, or None.
-
-    Returns:
-        What this rank saw, `weights` not looked at, and the last loss, finite or not; None for a
-        step without one.
-    """
-    backwards = [*window.earlier.backwards, *([window.backward] if window.backward else [])]
-    scalar = _scalar_output(backwards)
-    if guarded.ddp is None:
-        local = reduced = [g.sum().float() for g in _gradients(guarded)]
-        elements = expected = 0
-    else:
-        local, reduced = probes.local, probes.reduced
-        elements, expected = probes.elements, _expected_elements(guarded)
-    parts = (
-        [] if recorded_loss is None else [recorded_loss],  # may be of the step before: only shown
-        [] if scalar is None else [scalar],
-        [b.probes for b in backwards if b.probes is not None],
-        [b.arrived for b in backwards if b.arrived is not None],
-        local,
-        reduced,
-    )
-    recorded, losses, outputs, arrived, seen_local, seen_reduced = _read(parts, guarded.device)
-    reduced_nonfinite = _nonfinite_in(seen_reduced)
-    if reduced_nonfinite:  # the sum of finite numbers may overflow
-        reduced_nonfinite = any(confirm_nonfinite(g) for g in _gradients(guarded))
-    own = RankFinite(
-        rank=rank,
-        local=_nonfinite_in(seen_local),
-        reduced=reduced_nonfinite,
-        # Of an output that is no scalar, infinities may be a mask's: a fact beside a gradient only.
-        loss=_nonfinite_in(losses) or (_nonfinite_in(seen_local) and _nonfinite_in(outputs)),
-        weights=False,
-        buckets_reduced=elements,
-        buckets_expected=expected,
-        arrived=_nonfinite_in(arrived),
-        nan=any(map(math.isnan, (*seen_local, *arrived))),
-    )
-    return own, next(iter((*recorded, *losses)), None)
-
-
-def _nonfinite_in(values: Sequence[float]) -> bool:
-    return not all(map(math.isfinite, values))
-
-
-def holds_nan(
-    seen: RankFinite, micro_batches: Sequence[MicroBatch], scope: Scope, *, reduced: bool
-) -> bool:
-    """Whether a NaN was among what this rank saw: a sum of both infinities is one as well.
-
-    What arrived decides where it was not finite: infinities make NaNs on their way down. Else the
-    reduced gradient tells, in which every NaN of a rank is left.
-    """
-    if not seen.arrived:
-        return reduced
-    calls = [call for m in micro_batches for call in m.calls]
-    tensors = [frozen.thaw(scope) for call in calls for frozen in call.gradients.values()]
-    return any(bool(torch.isnan(t).any()) for t in tensors) if tensors else reduced
-
-
-def not_replayable(window: StepWindow, micro_batches: Sequence[MicroBatch]) -> str:
-    """Why the micro-batches of a step cannot be replayed, or ""."""
-    if window.earlier.dropped:
-        return f"{window.earlier.dropped} earlier micro-batches were not kept (max_payload_mb)"
-    return next((m.problem for m in micro_batches if m.problem), "")
-
-
-def _scalar_output(backwards: Sequence[Backward]) -> torch.Tensor | None:
-    return next((b.loss for b in reversed(backwards) if b.loss is not None), None)
-
-
-def _read(parts: Sequence[Sequence[torch.Tensor]], device: torch.device) -> tuple[list[float], ...]:
-    """The values of several groups of float tensors, in one transfer to the host."""
-    flat = [[t.detach().reshape(-1).to(device, torch.float32) for t in group] for group in parts]
-    every = [t for group in flat for t in group]
-    values = torch.cat(every).tolist() if every else []
-    read = []
-    for group in flat:
-        size = sum(t.numel() for t in group)
-        read.append(values[:size])
-        values = values[size:]
-    return tuple(read)
-
-
-def fill_with_nan(gradient: torch.Tensor) -> None:
-    """Make a gradient NaN in place, also a sparse one."""
-    (gradient._values() if gradient.is_sparse else gradient).fill_(float("nan"))
-
-
-def _gradients(guarded: Guarded) -> list[torch.Tensor]:
-    return [p.grad for _, p in guarded.named if p.grad is not None]
-
-
-def _expected_elements(guarded: Guarded) -> int:
-    ignored = getattr(guarded.ddp, "parameters_to_ignore", ())
-    return sum(p.numel() for n, p in guarded.named if p.requires_grad and n not in ignored)
-
-
-def weights_nonfinite(
-    guarded: Guarded, before: Callable[[torch.Tensor], torch.Tensor] = lambda buffer: buffer
-) -> bool:
-    """Whether a weight, or a buffer that a forward reads, is poisoned.
-
-    Exact; only asked when something was seen. A buffer may have been poisoned by data in an earlier
-    step, on this rank alone: whoever replays without it gets a finite value.
-
-    Args:
-        guarded: Whose weights and buffers.
-        before: A buffer as it was before the step, which may have poisoned it.
-    """
-    return any(confirm_nonfinite(p.detach()) for _, p in guarded.named) or any(
-        _is_poisoned(before(buffer)) for buffer in _read_buffers(guarded.module)
-    )
-
-
-def _read_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for owner in module.modules():
-        # While it trains it only writes its statistics, which tell of this step.
-        if not (isinstance(owner, _NormBase) and owner.training):
-            yield from owner.buffers(recurse=False)
-
-
-def _is_poisoned(buffer: torch.Tensor) -> bool:
-    """Non-finite, and not by design: masks are made of negative infinities."""
-    if not confirm_nonfinite(buffer):
-        return False
-    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer.float()
-    return bool((values.isnan() | values.isposinf()).any())
-
-
-def gradients_hold_nan(guarded: Guarded) -> bool:
-    """Whether a reduced gradient holds a NaN rather than an infinity; only asked then."""
-    values = (g.coalesce().values() if g.is_sparse else g for g in _gradients(guarded))
-    return any(bool(torch.isnan(v).any()) for v in values)
 
 
 def own_step(window: StepWindow) -> OwnStep | None:

@@ -27,7 +27,7 @@ from sdcwatch.core.preflight import (
 from sdcwatch.core.records import SHOWN, Coverage, Outcome
 from sdcwatch.core.topology import Topology
 from sdcwatch.core.trace_values import TraceOutcome
-from sdcwatch.guard.exchange import Exchange, gather_json, spread
+from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.replay import (
     OwnStep,
     RingAudit,
@@ -37,6 +37,7 @@ from sdcwatch.guard.replay import (
     table_of,
     value_of,
 )
+from sdcwatch.guard.sharing import gather_json, spread
 from sdcwatch.guard.tracing import MakeTrace, Tracing
 
 MIB = 2**20

@@ -45,7 +45,8 @@ from sdcwatch.core.replay import (
 )
 from sdcwatch.core.text import list_names
 from sdcwatch.core.topology import Pairing, Topology, draw_pairing
-from sdcwatch.guard.exchange import Exchange, gather_json
+from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.sharing import gather_json
 from sdcwatch.guard.tracing import MakeTrace, Tracing
 
 Replay = Callable[[MicroBatch, ReplayOptions], ReplayResult]

@@ -47,7 +47,7 @@ from sdcwatch.core.topology import (
 from sdcwatch.core.waiting import Finding
 from sdcwatch.errors import ConfigurationError, SchemaMismatch
 from sdcwatch.guard.checkpoint import CheckpointGate
-from sdcwatch.guard.exchange import Exchange, GlooExchange, gather_json
+from sdcwatch.guard.exchange import Exchange, GlooExchange
 from sdcwatch.guard.files import most_partners, open_files_left, require_files
 from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, SavedState, WeightCheck
 from sdcwatch.guard.guarded import (
@@ -58,10 +58,12 @@ from sdcwatch.guard.guarded import (
     unwrapped,
 )
 from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
-from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation, loss_scale
+from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation
+from sdcwatch.guard.observing import loss_scale
 from sdcwatch.guard.preflight import Preflight, ReplayCheck
 from sdcwatch.guard.replay import AuditPolicy, RingAudit, SegmentMemory
 from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
+from sdcwatch.guard.sharing import gather_json
 from sdcwatch.guard.step import StepController
 from sdcwatch.guard.tracing import Tracing
 from sdcwatch.guard.watchdog import Watchdog

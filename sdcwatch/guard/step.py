@@ -36,18 +36,19 @@ from sdcwatch.core.records import (
 )
 from sdcwatch.guard.auditing import Audits, Decide
 from sdcwatch.guard.checkpoint import CheckpointGate
-from sdcwatch.guard.exchange import Code, Exchange, Operation, agree
+from sdcwatch.guard.exchange import Code, Exchange, agree_on_device
 from sdcwatch.guard.fingerprint import ReplicaCheck
 from sdcwatch.guard.guarded import Guarded
-from sdcwatch.guard.nonfinite import (
-    NonfiniteCheck,
+from sdcwatch.guard.nonfinite import NonfiniteCheck
+from sdcwatch.guard.observing import (
     fill_with_nan,
     gradient_homes,
     gradients_hold_nan,
     holds_nan,
+    look,
     loss_scale,
     not_replayable,
-    observe,
+    observed,
     weights_nonfinite,
 )
 from sdcwatch.guard.optimizer import parameters_of
@@ -208,16 +209,18 @@ class StepController:
 
     def _decide(self, window: StepWindow) -> None:
         reporter = self._reporter
+        probes = self._nonfinite_check.probes
         with reporter.timed(Check.NONFINITE, Phase.PROBE):
-            probes, rank = self._nonfinite_check.probes, self._exchange.rank
             recorded, self.recorded_loss = self.recorded_loss, None
-            own, loss = observe(self._guarded, probes, window, rank, recorded)
-            reporter.loss = reporter.loss if loss is None else loss
-        seen = own.local or own.reduced or own.loss or own.buckets_reduced < own.buckets_expected
+            seen = look(self._guarded, probes, window, recorded)
         missing = self.audits.obstacle(window) if self.audits.due(window.step) else ""
-        code = Code.SEEN if seen else Code.NO_RECORD if missing else Code.CLEAN
+        code = Code.SEEN if seen.short else Code.NO_RECORD if missing else Code.CLEAN
         with reporter.timed(Check.NONFINITE, Phase.AGREE):
-            agreed = agree(self._exchange, Operation.STEP, window.step, code)
+            agreed, values = agree_on_device(
+                self._exchange, window.step, code, seen.nonfinite, seen.values
+            )
+        own, loss = observed(self._guarded, probes, seen, values, self._exchange.rank)
+        reporter.loss = reporter.loss if loss is None else loss
         window.decision = Decision()
         if agreed == Code.SEEN:
             window.decision = self._nonfinite(window, own)

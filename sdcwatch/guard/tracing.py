@@ -14,7 +14,8 @@ from sdcwatch.checks.replay import ReplayOptions
 from sdcwatch.core.disputes import Dispute
 from sdcwatch.core.trace import Side, judge, window_of
 from sdcwatch.core.trace_values import Outline, Section, Trace, TraceFinding, TraceOutcome
-from sdcwatch.guard.exchange import Exchange, share_bytes
+from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.sharing import share_bytes
 
 MakeTrace = Callable[[MicroBatch, ReplayOptions], Trace]
 """Traces a micro-batch on this rank more than once; see `sdcwatch.checks.trace.disputed_trace`."""

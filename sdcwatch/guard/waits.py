@@ -1,5 +1,7 @@
 """Operations of the backend that are under way, and how each is waited for.
 
+A result on the device is waited for by the host through an event behind its copy, with a deadline.
+
 A wait of gloo's that times out ends every connection of the group; here none does, until it is to.
 """
 
@@ -11,6 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+
+import torch
+
+POLL_SECONDS = 5e-5
+"""Between two looks whether the device is done."""
 
 
 class Messages:
@@ -55,6 +62,84 @@ class Messages:
             with contextlib.suppress(RuntimeError):
                 work.wait(timeout=timedelta(milliseconds=1))
         self._thread.join(1.0)
+
+
+class HostBuffer:
+    """Where the host reads what lies on the device; pinned and always the same, on CUDA.
+
+    A copy into pinned memory runs in the order of the stream and does not keep the host waiting.
+
+    Args:
+        device: Where the values lie.
+
+    Attributes:
+        memory: int64 (n,) on the host; grows.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pinned = device, device.type == "cuda"
+        self.memory = self._new(64)
+        self._event: Any = torch.cuda.Event() if self._pinned else None  # type: ignore[no-untyped-call]
+
+    def _new(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
+
+    def begin(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy int64 (n,) behind all that the current stream has to do; see `arrived`."""
+        if values.numel() > self.memory.numel():
+            self.memory = self._new(2 * values.numel())
+        here = self.memory[: values.numel()]
+        here.copy_(values, non_blocking=True)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+        return here
+
+    def arrived(self) -> bool:
+        """Whether the latest copy is complete. Does not wait."""
+        return self._event is None or bool(self._event.query())
+
+
+class DeviceResult:
+    """A collective on tensors of the device, and the copy of what it came to.
+
+    Args:
+        work: Under way.
+        result: Called behind it for the int64 (n,) to be read.
+        buffer: Where the host reads it.
+        blocks: Waiting for `work` keeps the host waiting, as gloo's does. NCCL's only makes the
+            stream wait, but ends the communicator when a wait with a timeout times out.
+    """
+
+    def __init__(
+        self, work: Any, result: Callable[[], torch.Tensor], buffer: HostBuffer, *, blocks: bool
+    ) -> None:
+        self._work, self._result, self._buffer = work, result, buffer
+        self._copied: torch.Tensor | None = None
+        if not blocks:
+            work.wait()
+            self._copied = buffer.begin(result())
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until the host can read the result.
+
+        Raises:
+            RuntimeError: It is still under way, or a connection broke.
+        """
+        end = time.monotonic() + timeout.total_seconds()
+        if self._copied is None:
+            self._work.wait(timeout=timeout)
+            self._copied = self._buffer.begin(self._result())
+        while not self._buffer.arrived():
+            if time.monotonic() >= end:
+                msg = "the device is still at work"
+                raise RuntimeError(msg)
+            time.sleep(POLL_SECONDS)
+
+    def values(self) -> list[int]:
+        """The result, once `wait` has returned."""
+        assert self._copied is not None
+        values: list[int] = self._copied.tolist()
+        return values
 
 
 class Broken:

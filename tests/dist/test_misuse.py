@@ -411,7 +411,7 @@ def closing_after_an_exception(rank: int, group: Any, run_dir: str) -> tuple[boo
         def no_collective(*arguments: Any) -> None:
             pytest.fail("a collective after an exception")
 
-        for collective in ("max_int64s", "gather", "route"):
+        for collective in ("max_int64s", "max_and_read", "gather", "route"):
             setattr(guard.joined_exchange, collective, no_collective)
         with contextlib.suppress(ValueError), guard:
             raise ValueError(message)

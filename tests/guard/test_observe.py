@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sdcwatch.guard.guarded import Guarded
-from sdcwatch.guard.nonfinite import weights_nonfinite
+from sdcwatch.guard.observing import weights_nonfinite
 
 
 class Net(nn.Module):

@@ -14,9 +14,9 @@ from sdcwatch.core.disputes import Dispute
 from sdcwatch.core.records import Coverage
 from sdcwatch.core.topology import RankInfo, Topology
 from sdcwatch.core.trace_values import Operation, Place, Trace, TraceFinding, TraceOutcome, Value
-from sdcwatch.guard.exchange import share_bytes
 from sdcwatch.guard.preflight import Preflight
 from sdcwatch.guard.replay import OwnStep, SegmentMemory
+from sdcwatch.guard.sharing import share_bytes
 from sdcwatch.guard.tracing import Tracing
 from sdcwatch.testing import ThreadExchange, run_threads
 

@@ -9,17 +9,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {
     "max_int64s",
+    "max_and_read",
     "gather",
     "gather_json",
     "share_bytes",
     "route",
     "connect",
     "agree",
+    "agree_on_device",
     "missing_ranks",
 }
 
 
-ANOTHER_FORM = {"exchange.gather_json"}
+ANOTHER_FORM = {"sharing.gather_json"}
 """Of `gather`: whoever calls it is listed."""
 
 
