@@ -18,8 +18,8 @@ replaced, no number, no graph and no exception of the user's changes.
    accumulation aside; `take_kept()` hands them out.
 
 It is idle under `no_grad`, inside `torch.func`, in a replay, and in `torch.autograd.grad`, which
-adds to no gradient. Nothing here waits for the device, and nothing raises: what goes wrong is in
-`MicroBatch.problem`.
+adds to no gradient. Nothing here waits for the device, and nothing raises but a step that is
+captured into a CUDA graph: what goes wrong is in `MicroBatch.problem`.
 
 **A call** is one from outside the module: what it calls itself is part of it. **A window** belongs
 to one graph task of the engine; one that runs inside is a reentrant checkpoint. **Memory**: nothing
@@ -79,6 +79,11 @@ from sdcwatch.checks.side_doors import find_side_doors
 from sdcwatch.checks.torch_internals import Edge, RunningBackward
 from sdcwatch.errors import ConfigurationError
 
+_IN_A_CUDA_GRAPH = (
+    "Expected the training step to run as Python, but got one that is captured into a CUDA graph: "
+    "a replay of the graph runs no hook, so nothing would be checked. Train without the capture; "
+    'torch.compile(mode="reduce-overhead") makes graphs of the parts in between, and is guarded.'
+)
 _NOT_KEPT = "the micro-batch was not kept: it is larger than the limit"
 
 
@@ -214,6 +219,8 @@ class CallCapture:
             self._note_signature(args, kwargs)
         if not torch.is_grad_enabled() or replaying():
             return
+        if internals.capturing_cuda_graph():
+            raise ConfigurationError(_IN_A_CUDA_GRAPH)
         try:
             local.open = self._open(module, args, kwargs)
             local.open.problem = local.open.problem or late

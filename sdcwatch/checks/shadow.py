@@ -205,3 +205,51 @@ def _content(value: Any) -> Any:
         return list(value)
     plain = isinstance(value, (*PLAIN, tuple, *_GENERATORS))
     return None if plain or not hasattr(value, "__dict__") else dict(value.__dict__)
+
+
+class KeptAttributes:
+    """All that an object of somebody else's holds, to be put back in place after a skipped step.
+
+    An optimizer may move weights without a gradient, as Lookahead does every k steps, and a
+    communication hook may remember what it has not sent yet, as PowerSGD does. Both keep it in
+    attributes, or in tensors and containers in them.
+
+    Args:
+        owner: The object; its ``__slots__`` count too.
+        but: Beginnings of names that are left alone.
+    """
+
+    def __init__(self, owner: Any, but: tuple[str, ...] = ()) -> None:
+        self._owner, self._but = owner, but
+        self._before = self._attributes()
+        self._kept: dict[int, Kept] = {}
+        self._keep(owner)
+        for value in self._before.values():
+            self._keep(value)
+
+    def _attributes(self) -> dict[str, Any]:
+        given = [kind.__dict__.get("__slots__", ()) for kind in type(self._owner).__mro__]
+        slots = [s for names in given for s in ([names] if isinstance(names, str) else names)]
+        there = {s: getattr(self._owner, s) for s in slots if hasattr(self._owner, s)}
+        there |= getattr(self._owner, "__dict__", {})
+        return {name: value for name, value in there.items() if not name.startswith(self._but)}
+
+    def _keep(self, value: Any) -> None:
+        if id(value) in self._kept or not isinstance(value, (Tensor, dict, list, tuple)):
+            return
+        self._kept[id(value)] = Kept(value)
+        if not isinstance(value, Tensor):
+            for one in value.values() if isinstance(value, dict) else value:
+                self._keep(one)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put everything back into the same objects."""
+        now = self._attributes()
+        for name in now.keys() - self._before.keys():
+            delattr(self._owner, name)
+        for name, value in self._before.items():
+            if now.get(name, _NOTHING) is not value:
+                setattr(self._owner, name, value)
+        for kept in self._kept.values():
+            kept.refill()

@@ -155,6 +155,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 # --- modes ---
 
 
+def capturing_cuda_graph() -> bool:
+    """Whether kernels are recorded for a CUDA graph now instead of being run."""
+    # A build without CUDA has no such function.
+    initialised: Callable[[], bool] = torch.cuda.is_initialized
+    return initialised() and bool(torch.cuda.is_current_stream_capturing())
+
+
 def in_functorch() -> bool:
     """Whether code runs under `torch.func`: vmap, grad, jvp and the like."""
     return torch._C._functorch.maybe_current_level() is not None

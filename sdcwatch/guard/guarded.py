@@ -148,6 +148,13 @@ def require_guardable(
             f"got {type(model).__name__}. Wrap it in DDP, or pass audit_every=None."
         )
         raise ConfigurationError(msg)
+    if ddp is not None and getattr(ddp, "mixed_precision", None) is not None:
+        msg = (
+            "Expected a DDP model that computes with the parameters that the optimizer updates, "
+            "but got one with mixed_precision, whose own communication hook cannot be composed "
+            "with another. Leave it out and call the model under torch.autocast."
+        )
+        raise ConfigurationError(msg)
     if ddp is not None and has_comm_hook(ddp):
         msg = (
             "Expected a DDP model without a communication hook, but got one that has one. Pass it "

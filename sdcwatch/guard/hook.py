@@ -14,6 +14,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from sdcwatch.checks.nonfinite import probe
+from sdcwatch.checks.shadow import KeptAttributes
 from sdcwatch.guard.exchange import all_reduce_async
 
 UserHook = tuple[Any, Callable[..., Any]]
@@ -44,6 +45,7 @@ class GradientProbes:
         self.reduced: list[torch.Tensor] = []
         self.elements = 0
         self.homes: Mapping[int, int] = {}
+        self._kept: KeptAttributes | None = None
 
     @property
     def released(self) -> bool:
@@ -60,12 +62,28 @@ class GradientProbes:
         closed.__dict__.update(self.__dict__)
         return closed
 
-    def begin(self, homes: Mapping[int, int]) -> None:
-        """Start over, at the start of a synchronising backward."""
+    def begin(self, homes: Mapping[int, int], *, keep: bool = False) -> None:
+        """Start over, at the start of a synchronising backward.
+
+        Args:
+            homes: See the attribute.
+            keep: Copy what the user's hook remembers, so that `put_back` can undo this backward.
+        """
+        self._kept = KeptAttributes(self._user_hook[0]) if keep and self._user_hook else None
         self.local.clear()
         self.reduced.clear()
         self.elements = 0
         self.homes = homes
+
+    def put_back(self) -> None:
+        """The step is skipped: the user's hook remembers what it did before this backward."""
+        if self._kept is not None:
+            self._kept.put_back()
+        self._kept = None
+
+    def forget(self) -> None:
+        """Let go of what was kept for `put_back`."""
+        self._kept = None
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Screen, average over the ranks as DDP would, screen again."""

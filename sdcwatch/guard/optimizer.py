@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.fingerprint import combine, digest_tensors
-from sdcwatch.checks.shadow import Kept
+from sdcwatch.checks.shadow import KeptAttributes
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 
 
@@ -76,39 +76,7 @@ class _Saved:
     gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
     numbers: list[dict[str, Any]] = field(default_factory=list)
     digest: tuple[int, ...] | None = None
-    whole: _Snapshot | None = None
-
-
-class _Snapshot:
-    """All that an optimizer holds, to be put back in place after a skipped step.
-
-    Somebody else's optimizer may move weights without a gradient, as Lookahead does every k steps,
-    and keep what it needs for that in its state, its groups or attributes of its own.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._attributes = vars(optimizer)
-        self._before = {k: v for k, v in vars(optimizer).items() if not k.startswith(_OF_TORCH)}
-        self._kept: dict[int, Kept] = {}
-        for value in self._before.values():
-            self._keep(value)
-
-    def _keep(self, value: Any) -> None:
-        if id(value) in self._kept or not isinstance(value, (torch.Tensor, dict, list, tuple)):
-            return
-        self._kept[id(value)] = Kept(value)
-        if not isinstance(value, torch.Tensor):
-            for one in value.values() if isinstance(value, dict) else value:
-                self._keep(one)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for name in [k for k in self._attributes if not k.startswith(_OF_TORCH)]:
-            if name not in self._before:
-                del self._attributes[name]
-        self._attributes.update(self._before)
-        for kept in self._kept.values():
-            kept.refill()
+    whole: KeptAttributes | None = None
 
 
 class Adoption:
@@ -225,7 +193,7 @@ class OptimizerHooks:
             return
         saved = _Saved()
         if not type(self.optimizer).__module__.startswith("torch.optim"):
-            saved.whole = _Snapshot(self.optimizer)
+            saved.whole = KeptAttributes(self.optimizer, but=_OF_TORCH)
         elif not self._verified:
             saved.digest = self._digest()
         for group in self.optimizer.param_groups:

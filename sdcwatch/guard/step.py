@@ -189,7 +189,8 @@ class StepController:
         self._queued = True
         self._enter_danger(self.step)
         self.skips.backward_begins()
-        self._nonfinite_check.probes.begin(gradient_homes(self._guarded))
+        skips = self._config.mode != "observe"
+        self._nonfinite_check.probes.begin(gradient_homes(self._guarded), keep=skips)
         internals.at_end_of_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
@@ -281,7 +282,9 @@ class StepController:
             shadow.learn()  # an overflow of the loss scale is no fault: statistics stay as moved
         else:
             shadow.restore()
+            self._nonfinite_check.probes.put_back()
         shadow.release()
+        self._nonfinite_check.probes.forget()
         if verdict is None or not decision.skip:
             return
         if verdict.check is Check.NONFINITE:

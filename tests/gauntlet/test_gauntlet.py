@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import course
 import inside
 import outside
+import setups
 from course import BROKEN, FULL, LOOPS, Loop
 
 pytestmark = pytest.mark.dist
@@ -93,4 +94,4 @@ def test_a_broken_device_is_named_where_audits_cover_the_loop(pool: GlooPool, na
 
 def test_the_gauntlet_has_sixty_loops() -> None:
     assert len(LOOPS) >= 60
-    assert inside.__name__ != outside.__name__
+    assert len({inside.__name__, outside.__name__, setups.__name__}) == 3

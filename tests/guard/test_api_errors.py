@@ -113,6 +113,16 @@ def test_a_ddp_model_with_a_communication_hook_of_its_own(bench: Bench) -> None:
     assert [hook for hook, _ in bench.model._comm_hooks] == [allreduce_hook]
 
 
+def test_a_ddp_model_with_mixed_precision_of_its_own(bench: Bench) -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    bf16 = torch.bfloat16
+    bench.model = DistributedDataParallel(bench.net, mixed_precision=_MixedPrecision(bf16, bf16))
+    message = bench.refused()
+    assert "but got one with mixed_precision, whose own communication hook" in message
+    assert "call the model under torch.autocast" in message
+
+
 @pytest.mark.parametrize("by_name", [False, True], ids=["third argument", "by name"])
 def test_a_loss_function_as_in_earlier_versions_is_told_how_to_move(
     bench: Bench, by_name: bool
@@ -294,6 +304,28 @@ def test_fault_domain_and_audits_are_not_asked_of_one_rank(bench: Bench) -> None
         bench.optimizer.step()
     assert guard.step == 1
     assert guard.last_verdict is None
+
+
+def test_a_step_that_is_captured_into_a_cuda_graph(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sdcwatch.init(bench.model, bench.optimizer, **bench.options) as guard:
+        backward(bench.model)
+        bench.optimizer.step()
+        # What torch says during `with torch.cuda.graph(...)`; a capture itself needs a GPU.
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(ConfigurationError) as caught:
+            backward(bench.model)
+        with torch.no_grad():  # a graph of the evaluation is nobody's business
+            bench.model(torch.ones(2, 3))
+        monkeypatch.undo()
+        backward(bench.model)
+        bench.optimizer.step()
+    message = expected_got_do(caught.value)
+    assert "but got one that is captured into a CUDA graph" in message
+    assert "Train without the capture" in message
+    assert guard.step == 2
 
 
 @pytest.fixture

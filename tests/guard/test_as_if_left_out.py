@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
@@ -58,6 +59,7 @@ MADE: dict[str, Callable[[Parameters], list[optim.Optimizer]]] = {
 MADE["SGD with momentum"] = lambda ps: [optim.SGD(ps, lr=0.1, momentum=0.9)]
 MADE["Lookahead"] = lambda ps: [Lookahead(ps)]
 MADE["Muon and AdamW"] = muon_and_adamw
+MADE["PowerSGD"] = MADE["SGD with momentum"]
 
 
 def held(net: nn.Module, optimizers: list[optim.Optimizer]) -> list[Any]:
@@ -93,6 +95,12 @@ def train(name: str, run_dir: str) -> tuple[bool, list[Any]]:
         "telemetry": "off",
         "console": False,
     }
+    if name == "PowerSGD":  # remembers in a state of its own what it has not sent yet
+        state = power.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
+        hook = (state, power.powerSGD_hook)
+        options["comm_hook"] = hook
+        if not run_dir:
+            model.register_comm_hook(*hook)
     guard = sdcwatch.init(model, optimizers, run_dir=run_dir, **options) if run_dir else None
     kept = True
     for step in range(1, STEPS + 1):
