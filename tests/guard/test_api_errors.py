@@ -13,6 +13,7 @@ import torch
 import torch._dynamo  # an optimizer loads it: seconds that would count against one test
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
@@ -326,6 +327,16 @@ def test_a_step_that_is_captured_into_a_cuda_graph(
     assert "but got one that is captured into a CUDA graph" in message
     assert "Train without the capture" in message
     assert guard.step == 2
+
+
+def test_a_join_that_divides_by_another_number(bench: Bench) -> None:
+    with sdcwatch.init(bench.model, bench.optimizer, **bench.options) as guard:
+        with pytest.raises(ConfigurationError) as caught:
+            Join([bench.model, guard], divide_by_initial_world_size=False)
+        backward(bench.model)
+        bench.optimizer.step()
+    assert "but got False. Leave it True with a guard" in expected_got_do(caught.value)
+    assert guard.step == 1
 
 
 @pytest.fixture
