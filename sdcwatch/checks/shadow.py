@@ -138,6 +138,11 @@ class ForwardShadow:
                 return self._copies[name]
         return buffer
 
+    @property
+    def active(self) -> bool:
+        """Whether something is kept that a skip would put back."""
+        return bool(self._seen or self._values)
+
     def take_left_behind(self) -> tuple[str, ...]:
         """What a skipped step has left, told once."""
         left, self.left_behind = self.left_behind, ()

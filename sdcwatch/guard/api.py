@@ -33,7 +33,7 @@ from sdcwatch.errors import (
 from sdcwatch.guard.checkpoint import require_place
 from sdcwatch.guard.exchange import Operation, agree
 from sdcwatch.guard.join import JoinableGuard
-from sdcwatch.guard.optimizer import Adoption, OptimizerHooks
+from sdcwatch.guard.optimizer import Adoption, OptimizerHooks, WrapperHooks
 from sdcwatch.guard.reporter import LOG
 from sdcwatch.guard.setup import assemble, register_hook
 from sdcwatch.guard.sigterm import Terminated, TerminationHandler
@@ -125,7 +125,10 @@ class Guard(JoinableGuard):
         self._gate, self._probes, self._preflight = made.gate, made.probes, made.preflight
         self._replicas, self._steps = made.replicas, made.steps
         self._capture, self._close_console = made.capture, made.close_console
+        trained = [p for _, p in made.guarded.named if p.requires_grad]
         self._hooks = [OptimizerHooks(one, self._steps) for one in made.guarded.optimizers]
+        around = [w for w in made.guarded.wrappers if callable(getattr(w, "step", None))]
+        self._hooks += [WrapperHooks(w, self._steps, trained) for w in around]
         self._adoption = Adoption(
             made.guarded.named,
             self._hooks,
@@ -292,6 +295,10 @@ class Guard(JoinableGuard):
     def shadow_step(self) -> None:
         """See `JoinableGuard`."""
         self._steps.shadow()
+
+    def weights_synchronised(self) -> None:
+        """See `JoinableGuard`."""
+        self._steps.weights_placed()
 
     def _settle(self, *, closing: bool = False) -> None:
         self._steps.settle(closing=closing)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sdcwatch.config import GuardConfig
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.hook import released_probes
-from sdcwatch.guard.optimizer import unwrap
+from sdcwatch.guard.optimizer import parameters_of, steppers
 
 _WRAPPED_IN = ("_orig_mod", "_forward_module")
 """Where torch.compile and Fabric keep what they wrap."""
@@ -27,10 +27,11 @@ class Guarded:
         given: The same without what frameworks put around it: DDP, or what torch.compile made.
         ddp: The DDP wrapper, or None.
         module: What DDP calls: the bare module, compiled or not.
-        optimizers: The innermost optimizers.
+        optimizers: Those that take step hooks: the innermost ones, and what is around them.
         named: Name and parameter, frozen ones included.
         device: Device of the module.
         scaler: The GradScaler that `init` was given; None to look for one.
+        wrappers: What steps around optimizers and takes no hooks.
     """
 
     model: torch.nn.Module
@@ -41,6 +42,7 @@ class Guarded:
     named: tuple[tuple[str, torch.nn.Parameter], ...]
     device: torch.device
     scaler: Any = None
+    wrappers: tuple[Any, ...] = ()
 
     @property
     def process_group(self) -> Any:
@@ -114,17 +116,17 @@ def unguarded_parameters(
     module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[str]:
     """Names of the trainable parameters of `module` that none of `optimizers` holds."""
-    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    held = {id(p) for one in optimizers for p in parameters_of(one)}
     return [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
 
 
 def require_guardable(
     model: torch.nn.Module, optimizer: Any, config: GuardConfig
-) -> tuple[DistributedDataParallel | None, tuple[torch.optim.Optimizer, ...]]:
+) -> tuple[DistributedDataParallel | None, tuple[torch.optim.Optimizer, ...], tuple[Any, ...]]:
     """Check what `sdcwatch.init` was given.
 
     Returns:
-        The DDP wrapper or None, and the innermost optimizers.
+        The DDP wrapper or None, the optimizers that take hooks, and what else steps around them.
 
     Raises:
         ConfigurationError: Something cannot be guarded; the message says what to do.
@@ -135,11 +137,11 @@ def require_guardable(
         )
         raise ConfigurationError(msg)
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    optimizers = tuple(dict.fromkeys(map(unwrap, given)))
-    if not optimizers:
+    found = list(map(steppers, given))
+    if not found:
         msg = "Expected one optimizer or more, but got none. Pass those that update the model."
         raise ConfigurationError(msg)
-    for one in optimizers:
+    for one in (o for each in found for o in each.optimizers):
         _refuse_sharding(model, one)
     ddp = find_ddp(model)
     if ddp is None and config.audit_every is not None:
@@ -162,15 +164,22 @@ def require_guardable(
         )
         raise ConfigurationError(msg)
     ours = {id(p) for p in bare_module(model).parameters()}
-    for one in optimizers:
-        theirs = [p for group in one.param_groups for p in group["params"]]
-        if not any(id(p) in ours for p in theirs):
+    optimizers: list[torch.optim.Optimizer] = []
+    for each in found:
+        updating = [o for o in each.optimizers if any(id(p) in ours for p in parameters_of(o))]
+        if not updating:
             msg = (
                 "Expected `optimizer` to update parameters of `model`, but got one that holds none "
                 "of them. Build it from model.parameters()."
             )
             raise ConfigurationError(msg)
-    return ddp, optimizers
+        optimizers += updating  # one inside may update copies of its own
+    wrappers = [w for each in found for w in each.wrappers]
+    return ddp, _each_once(optimizers), _each_once(wrappers)
+
+
+def _each_once(things: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple({id(one): one for one in things}.values())
 
 
 def _is_a(thing: object, name: str) -> bool:

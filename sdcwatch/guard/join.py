@@ -40,6 +40,7 @@ class _Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Every rank has run out of inputs."""
         self._guard.joined_exchange.all_joined()
+        self._guard.weights_synchronised()
 
 
 class JoinableGuard(Joinable):
@@ -72,6 +73,10 @@ class JoinableGuard(Joinable):
     @abstractmethod
     def shadow_step(self) -> None:
         """Count a step of the others."""
+
+    @abstractmethod
+    def weights_synchronised(self) -> None:
+        """DDP has given every rank the weights of the last one to train."""
 
     @property
     def join_device(self) -> torch.device:

@@ -128,8 +128,8 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
     arguments = dict(options)
     sinks: Sequence[Sink] = arguments.pop("sinks", ())
     config = GuardConfig.from_env(**arguments)
-    ddp, optimizers = require_guardable(model, optimizer, config)
-    guarded = _guarded(model, ddp, optimizers, config)
+    ddp, optimizers, wrappers = require_guardable(model, optimizer, config)
+    guarded = replace(_guarded(model, ddp, optimizers, config), wrappers=wrappers)
     close_console = open_console(console=config.console)
     try:
         exchange = GlooExchange(

@@ -16,8 +16,9 @@ GradScaler does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -30,8 +31,6 @@ from sdcwatch.core.records import (
     Check,
     Outcome,
     Phase,
-    SkipReason,
-    UpdateSkipped,
     Verdict,
 )
 from sdcwatch.guard.auditing import Audits, Decide
@@ -39,6 +38,7 @@ from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Code, Exchange, agree_on_device
 from sdcwatch.guard.fingerprint import ReplicaCheck
 from sdcwatch.guard.guarded import Guarded
+from sdcwatch.guard.moves import WeightWatch
 from sdcwatch.guard.nonfinite import NonfiniteCheck
 from sdcwatch.guard.observing import (
     fill_with_nan,
@@ -51,9 +51,10 @@ from sdcwatch.guard.observing import (
     observed,
     weights_nonfinite,
 )
-from sdcwatch.guard.optimizer import parameters_of
+from sdcwatch.guard.optimizer import Snapshot
 from sdcwatch.guard.preflight import ReplayCheck
 from sdcwatch.guard.reporter import Reporter
+from sdcwatch.guard.skips import SkipTracker, held_by
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Decision, Recorder, StepWindow
 
@@ -116,8 +117,14 @@ class StepController:
         )
         self._window: StepWindow | None = None
         self._queued = False
+        self._watch = WeightWatch(guarded.named)
+        self._running = 0
         self.skips = SkipTracker(
-            guarded, reporter, config.max_consecutive_skips, recorder.capture.weights
+            guarded,
+            reporter,
+            config.max_consecutive_skips,
+            recorder.capture.weights,
+            lambda: (*self.optimizers, *guarded.wrappers),
         )
         self.error: BaseException | None = None
         self._synchronises = True
@@ -136,10 +143,11 @@ class StepController:
         if internals.current_graph_task() >= 0:  # a checkpoint recomputes
             return False
         self.recover()
-        self.skips.verify()
+        self._look_at_weights()
         before = self._window
         window = self._open()
-        if window is not before and self._config.mode != "observe":
+        begun = self.skips.second and self._recorder.shadow.active  # with the first half
+        if window is not before and self._config.mode != "observe" and not begun:
             with internals.dispatch_modes_off():
                 self._recorder.shadow.begin()
         self._synchronises = self._guarded.synchronises
@@ -148,6 +156,20 @@ class StepController:
         if self.audits.deterministic:
             self._recorder.switches.apply()
         return True
+
+    def _look_at_weights(self) -> None:
+        """Whether they moved since the last step or backward, by whom, and what that means."""
+        window, moved = self._window, self._watch.moved()
+        self._watch.forget()
+        if window is not None and window.decision is not None and not window.stepped:
+            self.skips.moved_between(window.decision, moved)
+        if moved and not self.stepping and not self.skips.two_calls:
+            self.skips.say_moved(moved, self._watch.parameters)
+        self.skips.verify()
+
+    def weights_placed(self) -> None:
+        """They have moved, and rightly."""
+        self._watch.forget()
 
     def _open(self) -> StepWindow:
         if self._window is not None and self._window.decision is not None:
@@ -206,6 +228,7 @@ class StepController:
             self.error = error
             raise
         finally:
+            self._watch.mark()
             self._clear()
 
     def _decide(self, window: StepWindow) -> None:
@@ -278,18 +301,22 @@ class StepController:
 
     def _carry_out(self, decision: Decision) -> None:
         verdict, shadow = decision.verdict, self._recorder.shadow
-        if verdict is None or not decision.skip or decision.scaling:
-            shadow.learn()  # an overflow of the loss scale is no fault: statistics stay as moved
-        else:
+        # An overflow of the loss scale is no fault: statistics stay as moved.
+        spoiled = decision.skip and not decision.scaling
+        if spoiled or (self.skips.second and self.skips.carried is not None):
             shadow.restore()
             self._nonfinite_check.probes.put_back()
-        shadow.release()
+        else:
+            shadow.learn()
+            if not self.skips.two_calls:
+                shadow.release()
         self._nonfinite_check.probes.forget()
+        self.skips.decided(decision)
         if verdict is None or not decision.skip:
             return
         if verdict.check is Check.NONFINITE:
             # So that every scaler and finite test of the user's acts alike on all ranks.
-            held = _held(self.optimizers)
+            held = held_by(self.optimizers)
             for _, parameter in self._guarded.named:
                 if parameter.grad is not None and id(parameter) in held:
                     fill_with_nan(parameter.grad.detach())
@@ -305,19 +332,42 @@ class StepController:
             return False
         return window.decision.skip or self.skips.carried is not None
 
-    def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """An optimizer has stepped, or was made to skip. Check 3 runs after the last of them."""
-        window = self._window
-        if window is None or window.decision is None or window.updated:
+    @property
+    def stepping(self) -> bool:
+        """Whether an optimizer is inside its own step."""
+        return self._running > 0
+
+    def step_begins(self) -> None:
+        """An optimizer steps, perhaps inside the step of another."""
+        self._running += 1
+        if self._running > 1 or self.skips.two_calls:
             return
-        window.stepped.add(id(optimizer))
-        if self._all_stepped(window):
-            self._updated(window, window.decision, skipped=skipped)
+        if moved := self._watch.moved():
+            self.skips.say_moved(moved, self._watch.parameters)
+
+    def step_broken(self) -> None:
+        """A step ended in an exception."""
+        self._running = max(0, self._running - 1)
+
+    def kept(self, optimizer: Any) -> Snapshot | None:
+        """What an optimizer held when its update was decided against, if that was kept."""
+        return self.skips.kept(optimizer)
+
+    def after_update(self, optimizer: Any, *, skipped: bool) -> None:
+        """An optimizer has stepped, or was made to skip. Check 3 runs after the last of them."""
+        self._running = max(0, self._running - 1)
+        window = self._window
+        if window is not None and window.decision is not None and not window.updated:
+            window.stepped.add(id(optimizer))
+            if not self.stepping and self._all_stepped(window):
+                self._updated(window, window.decision, skipped=skipped)
+        if not self.stepping:
+            self._watch.mark()
 
     def _all_stepped(self, window: StepWindow) -> bool:
         """Whether no parameter waits for its optimizer; one that was replaced steps no more."""
         stepped = [one for one in self.optimizers if id(one) in window.stepped]
-        return len(stepped) == len(self.optimizers) or _held(stepped) >= _held(self.optimizers)
+        return len(stepped) == len(self.optimizers) or held_by(stepped) >= held_by(self.optimizers)
 
     def _updated(self, window: StepWindow, decision: Decision, *, skipped: bool) -> None:
         window.updated = True
@@ -385,108 +435,3 @@ class StepController:
     def _leave_danger(self) -> None:
         if self._watchdog is not None:
             self._watchdog.leave_danger()
-
-
-class SkipTracker:
-    """Keeps count of skipped updates.
-
-    Args:
-        guarded: Whose gradients are looked at.
-        reporter: Takes the records.
-        most: Skips in a row after which all ranks stop.
-        weights: Fingerprint of all weights now, int64 (2,).
-
-    Attributes:
-        carried: The failed decision of an earlier backward that spoils the next update, or None.
-    """
-
-    def __init__(
-        self,
-        guarded: Guarded,
-        reporter: Reporter,
-        most: int,
-        weights: Callable[[], torch.Tensor],
-    ) -> None:
-        self._guarded, self._reporter, self._most = guarded, reporter, most
-        self._weights = weights
-        self._in_a_row = 0
-        self._kept: torch.Tensor | None = None
-        self._unstepped: tuple[int, Decision] | None = None
-        self.carried: Decision | None = None
-
-    def updated(self) -> None:
-        """The optimizer has stepped."""
-        self._in_a_row = 0
-
-    def skipped(self, step: int, decision: Decision) -> None:
-        """An update did not happen.
-
-        Raises:
-            CorruptionDetected: Too many in a row.
-        """
-        self.carried = None
-        reason = _reason(decision)
-        if reason in (SkipReason.NONFINITE, SkipReason.REPLAY):
-            self._in_a_row += 1
-        if decision.skip and self._kept is None:
-            self._kept = self._weights()
-        self._reporter.emit(
-            UpdateSkipped(
-                step=step, time=time.time(), reason=reason, consecutive=max(1, self._in_a_row)
-            )
-        )
-        if decision.verdict is not None and self._in_a_row > self._most:
-            raise finding(replace(decision.verdict, action=Action.STOP))
-
-    def verify(self) -> None:
-        """At the next call: what was said to be skipped has not moved the weights."""
-        kept, self._kept = self._kept, None
-        if kept is not None and not torch.equal(kept, self._weights()):
-            self._reporter.note_once(
-                "moved_unseen",
-                "the weights have moved since a skipped update, by none of the optimizers that "
-                "sdcwatch knows: pass to sdcwatch.init the one whose step() does, or leave the "
-                "weights alone where step() was skipped",
-            )
-
-    def left(self, step: int, decision: Decision) -> None:
-        """The next forward came before an update: given up, or accumulating."""
-        self._unstepped = (step, decision)
-
-    def backward_begins(self) -> None:
-        """Find out which, by the gradients that are there now."""
-        if self._unstepped is None:
-            return
-        if not self._gradients_remain():
-            self.give_up()
-            return
-        (_, decision), self._unstepped = self._unstepped, None
-        if decision.skip:
-            self.carried = decision
-            for _, parameter in self._guarded.named:
-                if parameter.grad is not None:
-                    parameter.grad.detach().zero_()
-
-    def give_up(self) -> None:
-        """The step that was left unstepped stays so."""
-        unstepped, self._unstepped = self._unstepped, None
-        if unstepped is not None:
-            self.skipped(*unstepped)
-
-    def _gradients_remain(self) -> bool:
-        gradients = (p.grad for _, p in self._guarded.named if p.grad is not None)
-        return any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients)
-
-
-def _held(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
-    """Ids of the parameters that they update."""
-    return {id(p) for one in optimizers for p in parameters_of(one)}
-
-
-def _reason(decision: Decision) -> SkipReason:
-    verdict = decision.verdict
-    if verdict is None or not decision.skip:
-        return SkipReason.NOT_STEPPED
-    if verdict.check is Check.REPLAY:
-        return SkipReason.REPLAY
-    return SkipReason.SCALER if decision.scaling else SkipReason.NONFINITE

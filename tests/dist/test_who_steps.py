@@ -18,6 +18,10 @@ from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
 from training import QUIET
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "guard"))
+from two_calls import TWO_CALLS
+
 pytestmark = pytest.mark.dist
 
 BAD, STEPS = 6, 8
@@ -32,12 +36,53 @@ class Lookahead(torch.optim.Optimizer):
         self.slow = {p: p.detach().clone() for g in inner.param_groups for p in g["params"]}
 
     def step(self, closure: Any = None) -> None:
-        self.inner.step()
+        self.inner.step(closure)
         self.count += 1
         if self.count % 2 == 0:
             with torch.no_grad():
                 for p, slow in self.slow.items():
                     p.lerp_(slow, 0.5)
+
+
+class Composed:
+    """The same by composition, no optimizer itself: what moves is out of sight of every hook."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer, self.count = inner, 0
+        self.slow = [p.detach().clone() for g in inner.param_groups for p in g["params"]]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            weights = [p for g in self.optimizer.param_groups for p in g["params"]]
+            for p, slow in zip(weights, self.slow, strict=True):
+                slow.add_(p.data - slow, alpha=0.5)
+                p.data.copy_(slow)
+
+
+class Several:
+    """One object around two optimizers."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+
+class NeverInitialised(torch.optim.Optimizer):
+    """By inheritance, without a call of `Optimizer.__init__`: torch runs no hooks for it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.99)
 
 
 class Loop:
@@ -103,8 +148,51 @@ def looking_ahead(loop: Loop, step: int, held: dict[str, Any]) -> None:
     held["one"].step()
 
 
+def looking_ahead_by_composition(loop: Loop, step: int, held: dict[str, Any]) -> None:
+    if step == 1:
+        held["one"] = Composed(loop.sgd())
+        held["guard"] = loop.guard(held["one"])
+    loop.backward(step)
+    held["one"].step()
+
+
+def several_in_one(loop: Loop, step: int, held: dict[str, Any]) -> None:
+    if step == 1:
+        two = loop.sgd(loop.net[0].parameters()), loop.sgd(loop.net[2].parameters())
+        held["one"] = Several(*two)
+        held["guard"] = loop.guard(held["one"])
+    loop.backward(step)
+    held["one"].step()
+
+
+def without_hooks(loop: Loop, step: int, held: dict[str, Any]) -> None:
+    if step == 1:
+        held["one"] = NeverInitialised(loop.sgd())
+        held["guard"] = loop.guard(held["one"])
+    loop.backward(step)
+    held["one"].step()
+
+
+def in_a_closure(loop: Loop, step: int, held: dict[str, Any]) -> None:
+    if step == 1:
+        held["one"] = torch.optim.AdamW(loop.net.parameters(), lr=0.01)
+        held["guard"] = loop.guard(held["one"])
+    held["one"].step(lambda: loop.backward(step))
+
+
+def looking_ahead_in_a_closure(loop: Loop, step: int, held: dict[str, Any]) -> None:
+    if step == 1:
+        held["one"] = Lookahead(loop.sgd())
+        held["guard"] = loop.guard(held["one"])
+    held["one"].step(lambda: loop.backward(step))
+
+
 LOOPS: dict[str, Callable[[Loop, int, dict[str, Any]], None]] = {
-    f.__name__: f for f in (made_anew, on_the_rest, asked_before_the_step, looking_ahead)
+    f.__name__: f
+    for f in (
+        *(made_anew, on_the_rest, asked_before_the_step, several_in_one, without_hooks),
+        *(looking_ahead, looking_ahead_by_composition, looking_ahead_in_a_closure, in_a_closure),
+    )
 }
 
 
@@ -131,27 +219,90 @@ def test_m06_a_skip_is_carried_out_whoever_steps(
     assert row["finite"]
     assert row["skips"] == [BAD]
     found = "optimizer_found" in row["notes"]
-    assert found == (name in ("made_anew", "on_the_rest", "looking_ahead"))
+    assert found == (name in ("made_anew", "on_the_rest"))
+    assert "moved_unseen" not in row["notes"]
 
 
-def by_hand(rank: int, group: Any, run_dir: str) -> list[str]:
+def at_fault(loop: Loop, hold: Any) -> list[tuple[str, str]]:
+    for step in range(1, STEPS + 1):
+        hold(step)
+    return [(n.code, n.message) for n in loop.told(Note)]
+
+
+def unseen(rank: int, group: Any, run_dir: str, how: str) -> list[tuple[str, str]]:
     loop = Loop(rank, group, run_dir)
     one = loop.sgd()
     guard = loop.guard(one)
-    for step in range(1, STEPS + 1):
+    composed = Composed(one) if how == "a wrapper that init was not given" else None
+    decayed = [p for p in loop.net.parameters() if p.ndim == 2]
+
+    def step_(step: int) -> None:
         loop.backward(step)
-        one.step()
-        with torch.no_grad():
-            for p in loop.net.parameters():
-                p.mul_(0.99)
+        (composed or one).step()
+        if how == "decayed by hand":
+            with torch.no_grad():
+                torch._foreach_mul_(decayed, 0.99)
+        if how == "through .data":
+            for p in decayed:
+                p.data.mul_(0.99)
+        if how == "loaded" and step == 3:
+            loop.net.load_state_dict({k: v + 1.0 for k, v in loop.net.state_dict().items()})
+
+    said = at_fault(loop, step_)
     guard.close()
-    return [n.code for n in loop.told(Note)]
+    return said
 
 
-def test_weights_that_moved_unseen_after_a_skip_are_said_once(
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("decayed by hand", "0.weight and 2.weight moved between two steps"),
+        ("loaded", "0.weight, 0.bias, 2.weight and 1 more moved between two steps"),
+        ("through .data", "weights moved since an update was skipped"),
+        ("a wrapper that init was not given", "Composed holds them. Pass it"),
+    ],
+)
+def test_weights_that_moved_unseen_are_said_once_at_the_next_forward(
+    pool: GlooPool, tmp_path: Path, how: str, what: str
+) -> None:
+    ((code, said),) = pool.run(unseen, 3, str(tmp_path), how)[0]
+    assert code == "moved_unseen"
+    assert what in said
+    assert "sdcwatch.init(" in said
+
+
+def m12(rank: int, group: Any, run_dir: str, name: str, given: bool) -> dict[str, Any]:
+    loop = Loop(rank, group, run_dir)
+    make, update = TWO_CALLS[name]
+    one = make(list(loop.net.parameters()))
+    guard = loop.guard(one if given else one.base)
+    for step in range(1, STEPS + 1):
+        before = loop.weights()
+        update(one, lambda step=step: loop.backward(step))
+        same = all(map(torch.equal, before, loop.weights()))
+        assert same == (step == BAD), (name, step)
+    saved = guard.save_checkpoint(lambda: None)
+    guard.close()
+    return {
+        "skips": [(s.step, s.reason.value) for s in loop.told(UpdateSkipped)],
+        "notes": [n.message for n in loop.told(Note)],
+        "saved": saved,
+    }
+
+
+@pytest.mark.parametrize("name", ["SAM", "SAM with a closure"])
+def test_m12_sam_is_skipped_on_every_rank(pool: GlooPool, tmp_path: Path, name: str) -> None:
+    rows = pool.run(m12, 3, str(tmp_path), name, True)
+    assert rows == [{"skips": [(2 * BAD, "nonfinite")], "notes": [], "saved": True}] * 3
+
+
+def test_m12_sam_of_which_init_was_given_the_inner_one_is_skipped_too_and_named(
     pool: GlooPool, tmp_path: Path
 ) -> None:
-    assert pool.run(by_hand, 3, str(tmp_path))[0].count("moved_unseen") == 1
+    row = pool.run(m12, 3, str(tmp_path), "SAM", False)[0]
+    assert row["skips"] == [(2 * BAD, "nonfinite")]
+    (said,) = row["notes"]
+    assert "Pass it, as sdcwatch.init(model, Sam(...))" in said
 
 
 def in_the_backward(rank: int, group: Any, run_dir: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
+from sdcwatch.core.records import Note, UpdateSkipped
+from sdcwatch.testing import MemorySink
+
+sys.path.insert(0, str(Path(__file__).parent))
+from two_calls import TWO_CALLS
 
 BAD, STEPS = 4, 7
+OPTIONS: dict[str, Any] = {"node": "n", "audit_every": 100, "telemetry": "off", "console": False}
 Parameters = list[nn.Parameter]
 
 
@@ -88,13 +95,7 @@ def train(name: str, run_dir: str) -> tuple[bool, list[Any]]:
     net = nn.Sequential(*([nn.Embedding(9, 4, sparse=True)] if sparse else dense))
     model = DistributedDataParallel(net)
     optimizers = MADE[name](list(net.parameters()))
-    options: dict[str, Any] = {
-        "node": "n",
-        "audit_every": 100,
-        "sinks": [],
-        "telemetry": "off",
-        "console": False,
-    }
+    options = {**OPTIONS, "sinks": []}
     if name == "PowerSGD":  # remembers in a state of its own what it has not sent yet
         state = power.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
         hook = (state, power.powerSGD_hook)
@@ -138,3 +139,61 @@ def test_training_goes_on_as_if_the_skipped_update_had_been_left_out(
     assert kept
     _, left_out = train(name, "")
     assert same(guarded, left_out)
+
+
+class Halves:
+    """A loop whose updates take two backwards each; one of them, or both, hold a NaN once."""
+
+    def __init__(self, name: str, run_dir: str, bad: tuple[int, ...]) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.model = DistributedDataParallel(self.net)
+        make, self.update = TWO_CALLS[name]
+        self.one, self.bad, self.memory = make(list(self.net.parameters())), bad, MemorySink()
+        self.guard = None
+        if run_dir:
+            options = {**OPTIONS, "run_dir": run_dir, "sinks": [self.memory]}
+            self.guard = sdcwatch.init(self.model, self.one, **options)
+
+    def step(self, step: int) -> None:
+        half = 0
+
+        def compute() -> torch.Tensor:
+            nonlocal half
+            half += 1
+            torch.manual_seed(10 * step)
+            poison = float("nan") if step == BAD and half in self.bad else 1.0
+            loss = self.model(torch.randn(5, 4) * poison).square().mean()
+            loss.backward()
+            return loss
+
+        self.update(self.one, compute)
+
+    def state(self) -> list[Any]:
+        held = [self.net.state_dict()]
+        for name in ("base", "base_optimizer", "optimizer"):
+            inner = vars(self.one).get(name)
+            held += [] if inner is None else [inner.state_dict()]
+        return copy.deepcopy(held)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("bad", [(1,), (2,), (1, 2)], ids=["first", "second", "both"])
+@pytest.mark.parametrize("name", sorted(TWO_CALLS))
+def test_m12_an_update_of_two_backwards_is_skipped_as_one(
+    tmp_path: Path, name: str, bad: tuple[int, ...]
+) -> None:
+    guarded, left_out = Halves(name, str(tmp_path), bad), Halves(name, "", ())
+    for step in range(1, STEPS + 1):
+        before = guarded.state()
+        guarded.step(step)
+        assert same(before, guarded.state()) == (step == BAD), step
+        if step != BAD:
+            left_out.step(step)
+    assert guarded.guard is not None
+    guarded.guard.close()
+    assert same(guarded.state(), left_out.state())
+    told = guarded.memory.records
+    skips = [(r.step, r.reason.value) for r in told if isinstance(r, UpdateSkipped)]
+    assert skips == [(2 * BAD, "nonfinite")]
+    assert [r.code for r in told if isinstance(r, Note)] == []
