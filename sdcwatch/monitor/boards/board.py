@@ -50,12 +50,12 @@ ANNOTATION_STEP = "15s"
 """Findings of one check nearer than this become one mark."""
 _DROPPED_OF_VARIABLES = ("allowCustomValue",)
 _DROPPED_OF_PANELS = {
-    "stat": ("percentChangeColorMode",),
+    "stat": ("percentChangeColorMode", "showPercentChange"),
     "table": ("footer",),
     "state-timeline": ("perPage",),
-    "heatmap": ("selectionMode",),
+    "heatmap": ("selectionMode", "tooltip"),
 }
-"""What the SDK writes and Grafana 10.0 does not know."""
+"""What the SDK writes and Grafana 10.2 does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,7 @@ def to_json(board: Board, config: MonitorConfig) -> str:
 
 
 def _portable(data: dict[str, Any]) -> dict[str, Any]:
-    """Drop what Grafana 10 to 13 do not all know, and write annotations in both known forms."""
+    """Drop what Grafana 10.2 to 13 do not all know, and write annotations in both known forms."""
     for variable in data["templating"]["list"]:
         for key in [k for k in variable if k.startswith("auto") or k in _DROPPED_OF_VARIABLES]:
             del variable[key]
