@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sdcwatch.checks.fingerprint import combine, digest_tensor, digest_tensors, salt
-from sdcwatch.checks.nonfinite import confirm_nonfinite, screen
+from sdcwatch.checks.nonfinite import confirm_nonfinite, probe
 
 Work = Callable[[], object]
 
@@ -98,14 +98,14 @@ def models(pairs: int) -> None:
         )
 
 
-def screens(pairs: int) -> None:
+def probes(pairs: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         tensor = torch.randn(1 << 22).to(dtype)
-        name = f"screen, {1 << 22} {str(dtype)[6:]}"
+        name = f"probe, {1 << 22} {str(dtype)[6:]}"
         base = torch.randn(tensor.numel() * tensor.element_size() // 4)
-        report(f"{name}, against sum() of the bytes", lambda t=tensor: screen(t), base.sum, pairs)
-        exact = f"exact answer, {1 << 22} {str(dtype)[6:]}, against the screen"
-        report(exact, lambda t=tensor: confirm_nonfinite(t), lambda t=tensor: screen(t), pairs)
+        report(f"{name}, against sum() of the bytes", lambda t=tensor: probe(t), base.sum, pairs)
+        exact = f"exact answer, {1 << 22} {str(dtype)[6:]}, against the probe"
+        report(exact, lambda t=tensor: confirm_nonfinite(t), lambda t=tensor: probe(t), pairs)
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def main() -> None:
     print(f"{'':52}{'us':>12}{'base us':>12}{'ratio':>9}{'same':>9}")
     one_tensor(pairs)
     models(pairs)
-    screens(pairs)
+    probes(pairs)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,11 @@ CHUNK = ROW * COLUMNS
 _WORD_BYTES = 8
 _STACKED = 8192
 """Tensors of one size up to this many words are copied together and reduced in one call."""
+_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_PLAIN_DTYPES = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
+)
+"""What nearly all tensors are: their bits are taken without a look at anything else."""
 _ABSENT = -1
 _ABSENT_DIGEST = (-0x7A23F00C1D4B5E69, 0x0B5E55ED5EA51DE5)
 _UNSIGNED = (1 << 64) - 1
@@ -104,6 +109,7 @@ class _Group:
         begin: Place of the first sum in the buffer of all sums.
         first: Place of the first tensor in the order of groups.
         keys_M: One key per sum of a tensor.
+        stacked: Tensors are copied together.
     """
 
     members: tuple[int, ...]
@@ -113,6 +119,7 @@ class _Group:
     begin: int
     first: int
     keys_M: torch.Tensor
+    stacked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +129,15 @@ class _Plan:
     Attributes:
         groups: Tensors that have words, by their number.
         total: Sums of all tensors.
+        parts: Sums in the order in which they are made: of a group that is stacked in one part, of
+            other tensors as `_part_sizes` says.
         order_N: Place of each tensor of the list in the order of groups; None if it is the same.
         start_N2: What each digest starts from: its length, or the reserved value of None.
     """
 
     groups: tuple[_Group, ...]
     total: int
+    parts: tuple[int, ...]
     order_N: torch.Tensor | None
     start_N2: torch.Tensor
 
@@ -139,6 +149,14 @@ def _sum_counts(words: int) -> tuple[int, int]:
     return rows, rows + chunks * COLUMNS + min(rest, COLUMNS)
 
 
+def _part_sizes(words: int) -> tuple[int, int, int, int, int]:
+    """Of one tensor: rows of its chunks, full rows and last row of the rest, columns of both."""
+    chunks, rest = divmod(words, CHUNK)
+    rows, in_last_row = divmod(rest, ROW)
+    whole = chunks * COLUMNS
+    return whole, rows, int(in_last_row > 0), whole, min(rest, COLUMNS)
+
+
 @lru_cache(maxsize=128)
 def _plan(sizes_bytes: tuple[int, ...], device: torch.device) -> _Plan:
     """The plan for tensors of these sizes; `_ABSENT` stands for None."""
@@ -148,6 +166,7 @@ def _plan(sizes_bytes: tuple[int, ...], device: torch.device) -> _Plan:
     order = [member for members in by_words.values() for member in members]
     starts = [_ABSENT_DIGEST if s == _ABSENT else (0, _mix_int(s + 1)) for s in sizes_bytes]
     groups: list[_Group] = []
+    parts: list[int] = []
     begin = first = 0
     order_N = None
     with torch.inference_mode(False), torch.no_grad():
@@ -155,13 +174,26 @@ def _plan(sizes_bytes: tuple[int, ...], device: torch.device) -> _Plan:
             rows, sums = _sum_counts(words)
             if words:
                 keys_M = _keys(sums, device)
-                groups.append(_Group(tuple(members), words, rows, sums, begin, first, keys_M))
+                stacked = len(members) > 1 and words <= _STACKED
+                places = tuple(members)
+                groups.append(_Group(places, words, rows, sums, begin, first, keys_M, stacked))
+                one = _part_sizes(words)
+                parts += [sums * len(members)] if stacked else one * len(members)
             begin += sums * len(members)
             first += len(members)
         if order != sorted(order):
             order_N = torch.tensor(order, dtype=torch.int64, device=device).argsort()
         start_N2 = torch.tensor(starts, dtype=torch.int64, device=device)
-    return _Plan(tuple(groups), begin, order_N, start_N2)
+    return _Plan(tuple(groups), begin, tuple(parts), order_N, start_N2)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.dtype in _PLAIN_DTYPES
+        and type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+    )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,15 +203,20 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([_flat(part).view(torch.uint8) for part in stored])
     if tensor.is_complex() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    tensor = tensor.contiguous()
+    return _line(tensor)
+
+
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a strided tensor in logical order, contiguous."""
     # view(-1) would keep the odd stride that a contiguous tensor of one element may have
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
-    """The bits of a contiguous 1-D tensor as int64 words; copied only where they need a tail."""
-    size_bytes = flat.numel() * flat.element_size()
-    offset_bytes = flat.storage_offset() * flat.element_size()
+    """The bits of a tensor as int64 words; copied only where they are scattered or need a tail."""
+    flat = _line(flat)
+    element_bytes = flat.element_size()
+    size_bytes, offset_bytes = flat.numel() * element_bytes, flat.storage_offset() * element_bytes
     if size_bytes % _WORD_BYTES == 0 and offset_bytes % _WORD_BYTES == 0:
         return flat.view(torch.int64)
     words = torch.zeros(-(-size_bytes // _WORD_BYTES), dtype=torch.int64, device=flat.device)
@@ -221,43 +258,100 @@ def _sum_rest(words_GW: torch.Tensor, rows_GM: torch.Tensor, columns_GM: torch.T
         columns_GM[:, :beyond].add_(words_GW[:, deep * COLUMNS :])
 
 
-def _sum_group(group: _Group, words: list[torch.Tensor], sums_GM: torch.Tensor) -> None:
-    """Fill the table of one group with the row sums and column sums of each member."""
-    rows_GM, columns_GM = sums_GM[:, : group.rows], sums_GM[:, group.rows :]
-    if len(words) > 1 and group.words <= _STACKED:
-        at_once = max(1, CHUNK // group.words)
-        for begin in range(0, len(words), at_once):
-            end = begin + at_once
-            _sum_rest(torch.stack(words[begin:end]), rows_GM[begin:end], columns_GM[begin:end])
+def _sum_one(words_W: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Row and column sums of one tensor into its parts, as `_part_sizes` orders them."""
+    chunk_rows, rows, last_row, chunk_columns, columns = parts
+    count = words_W.numel()
+    if chunk_rows.numel():
+        whole = count // CHUNK * CHUNK
+        _sum_chunks(words_W[:whole], chunk_rows, chunk_columns)
+        words_W, count = words_W[whole:], count - whole
+    in_rows = count // ROW * ROW
+    if in_rows:
+        torch.sum(words_W.as_strided((in_rows // ROW, ROW), (ROW, 1)), 1, out=rows)
+    if in_rows < count:
+        torch.sum(words_W[in_rows:].view(1, -1), 1, out=last_row)
+    deep, beyond = divmod(count, COLUMNS)
+    if deep == 0:
+        columns.copy_(words_W)
         return
-    chunks = group.words // CHUNK
-    for place, words_W in enumerate(words):
-        at = slice(place, place + 1)
-        if chunks:
-            whole = chunks * COLUMNS
-            _sum_chunks(
-                words_W[: chunks * CHUNK], rows_GM[place, :whole], columns_GM[place, :whole]
-            )
-            if group.words % CHUNK:
-                rest_GW = words_W[None, chunks * CHUNK :]
-                _sum_rest(rest_GW, rows_GM[at, whole:], columns_GM[at, whole:])
-        else:
-            _sum_rest(words_W[None], rows_GM[at], columns_GM[at])
+    torch.sum(words_W.as_strided((deep, COLUMNS), (COLUMNS, 1)), 0, out=columns)
+    if beyond:
+        columns[:beyond].add_(words_W[count - beyond :])
+
+
+class _Batch:
+    """Small tensors that are copied together, and reduced where they lie in the cache.
+
+    Of one type and whole words they are copied by one call however many there are, of any sizes.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[list[torch.Tensor], _Group, torch.Tensor]] = []
+        self._words, self._dtype = 0, torch.float32
+
+    def add(self, flats: Sequence[torch.Tensor], group: _Group, sums_GM: torch.Tensor) -> None:
+        """Tensors of one group, and the table that their sums go to."""
+        dtype, size_bytes = flats[0].dtype, group.words * _WORD_BYTES
+        alike = dtype in _PLAIN_DTYPES and all(
+            f.dtype is dtype and f.nbytes == size_bytes for f in flats
+        )
+        at_once = max(1, CHUNK // group.words)
+        for begin in range(0, len(flats), at_once):
+            some, table_GM = flats[begin : begin + at_once], sums_GM[begin : begin + at_once]
+            if not alike:
+                _sum_table(torch.stack([_words(f) for f in some]), group, table_GM)
+                continue
+            words = len(some) * group.words
+            if dtype is not self._dtype or self._words + words > CHUNK:
+                self.flush()
+            self._dtype = dtype
+            self._waiting.append((list(some), group, table_GM))
+            self._words += words
+
+    def flush(self) -> None:
+        """Copy and reduce what waits."""
+        if not self._waiting:
+            return
+        every = [flat for some, _, _ in self._waiting for flat in some]
+        words_W = torch._C._nn.flatten_dense_tensors(every).view(torch.int64)
+        sizes = [len(some) * group.words for some, group, _ in self._waiting]
+        pieces = words_W.split_with_sizes(sizes)
+        for piece_W, (_, group, table_GM) in zip(pieces, self._waiting, strict=True):
+            _sum_table(piece_W.view(-1, group.words), group, table_GM)
+        self._waiting, self._words = [], 0
+
+
+def _sum_table(words_GW: torch.Tensor, group: _Group, sums_GM: torch.Tensor) -> None:
+    _sum_rest(words_GW, sums_GM[:, : group.rows], sums_GM[:, group.rows :])
+
+
+def _sum_all(plan: _Plan, flats: Sequence[torch.Tensor | None], sums_M: torch.Tensor) -> None:
+    """Fill the buffer of all sums."""
+    parts = iter(sums_M.split_with_sizes(plan.parts))
+    batch = _Batch()
+    for group in plan.groups:
+        here = [flat for member in group.members if (flat := flats[member]) is not None]
+        if group.stacked:
+            batch.add(here, group, next(parts).view(-1, group.sums))
+            continue
+        for flat in here:
+            _sum_one(_words(flat), [next(parts) for _ in range(5)])
+    batch.flush()
 
 
 def _digest(flats: list[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    sizes = tuple(_ABSENT if f is None else f.numel() * f.element_size() for f in flats)
+    sizes = tuple(_ABSENT if f is None else f.nbytes for f in flats)
     plan = _plan(sizes, device)
     sums_M = torch.empty(plan.total, dtype=torch.int64, device=device)
     mixed_M = torch.empty(plan.total, dtype=torch.int64, device=device)
     digest_N2 = torch.zeros((len(flats), 2), dtype=torch.int64, device=device)
+    _sum_all(plan, flats, sums_M)
     tables = []
     for group in plan.groups:
         shape, stride = (len(group.members), group.sums), (group.sums, 1)
         sums_GM = sums_M.as_strided(shape, stride, group.begin)
         mixed_GM = mixed_M.as_strided(shape, stride, group.begin)
-        words = [_words(flat) for m in group.members if (flat := flats[m]) is not None]
-        _sum_group(group, words, sums_GM)
         torch.add(sums_GM, group.keys_M, out=mixed_GM)
         tables.append((sums_GM[:, : group.rows], mixed_GM))
     _mix(mixed_M)
@@ -286,7 +380,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         device = next((t.device for t in tensors if t is not None), torch.device("cpu"))
         if not tensors:
             return torch.zeros((0, 2), dtype=torch.int64, device=device)
-        return _digest([None if t is None else _flat(t) for t in tensors], device)
+        return _digest([t if t is None or _is_plain(t) else _flat(t) for t in tensors], device)
 
 
 def digest_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
