@@ -1,7 +1,8 @@
 """What a forward moves besides its outputs, kept from before a step and put back after a skip.
 
 A skipped update leaves the weights; running statistics, codebooks, counters and banks have moved
-all the same, and hold what made the step fail. In the first steps everything is kept and compared,
+all the same, and so has a momentum encoder that the forward writes; they hold what made the step
+fail. In the first steps everything is kept and compared,
 and from then on only what moved. Buffers are copied at once by ``_foreach_copy_``, and put back in
 place, because DDP holds the same tensors. Random generators go on: the next step draws as if this
 one had been left out.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class ForwardShadow:
 
     Args:
         watch: Reads the module's state.
-        limit_bytes: Most that is kept of buffers, in bytes.
+        limit_bytes: Most that is kept of buffers and written parameters, in bytes.
 
     Attributes:
         left_behind: What the last skipped step has left as its forward made it, by name.
@@ -50,6 +51,8 @@ class ForwardShadow:
         self._seen: dict[Name, tuple[int, int]] = {}
         self._tokens: dict[Name, Any] = {}
         self._digests: dict[Name, Any] = {}
+        self._written: set[Name] = set()  # parameters
+        self._weights: dict[Name, Any] = {}
         self.left_behind: tuple[str, ...] = ()
 
     def begin(self) -> None:
@@ -59,12 +62,15 @@ class ForwardShadow:
         buffers = dict(self._buffers())
         self._seen = {name: (id(b), b._version) for name, b in buffers.items()}
         wanted = buffers if self._learning else {n: buffers[n] for n in self._moving & {*buffers}}
+        written = {name: p for name, p in self._parameters() if name in self._written}
+        wanted = {**wanted, **written}
         if sum(b.numel() * b.element_size() for b in wanted.values()) > self._limit:
             wanted = {}  # what moves of them is left behind by a skip, and told
         self._held = dict(wanted)
         self._copy(wanted)
         if self._learning:
             self._tokens, self._digests = self._watch.tokens(), _digests(buffers)
+            self._weights = _digests(dict(self._parameters()))
             self._values = {name: Kept(value) for name, value in self._watch.values()}
         else:
             held = ((n, self._owners[n[0]].__dict__.get(n[1], _NOTHING)) for n in self._attributes)
@@ -75,6 +81,18 @@ class ForwardShadow:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     yield (owner, key), buffer
+
+    def _parameters(self) -> Iterator[tuple[Name, Tensor]]:
+        for owner, module in self._owners.items():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield (owner, key), parameter
+
+    def writes(self, names: Iterable[str]) -> None:
+        """The forward has written these parameters of the module, by their names."""
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            self._written.add((owner, key))
 
     @torch.no_grad()
     def _copy(self, buffers: dict[Name, Tensor]) -> None:
@@ -105,6 +123,10 @@ class ForwardShadow:
             moved |= {n for n in live if digests[n] != self._digests.get(n)}
             now = self._watch.tokens()
             names = {*now, *self._tokens}
+            if self._weights:  # once for each `begin`: an optimizer may move them after it
+                weights = _digests(dict(self._parameters()))
+                self._written |= {n for n, d in weights.items() if self._weights.get(n) != d}
+                self._weights = {}
             self._attributes |= {n for n in names if now.get(n) != self._tokens.get(n)}
         # BatchNorm's kernels write statistics past the version counter, but its count moves too.
         if owners := {owner for owner, _ in moved - self._moving}:
@@ -115,9 +137,11 @@ class ForwardShadow:
         """Put everything back in place, and note what could not be."""
         self.learn()
         left = [spoken(n) for n in self._moving if n not in self._held and n in self._seen]
+        left += [spoken(n) for n in self._written if n not in self._held]
         owners = self._owners
         for (owner, key), buffer in self._held.items():
-            owners[owner]._buffers[key] = buffer
+            if (owner, key) not in self._written:
+                owners[owner]._buffers[key] = buffer
         names = list(self._held)
         if names:
             live = [self._held[n].detach() for n in names]
@@ -151,7 +175,7 @@ class ForwardShadow:
     def release(self) -> None:
         """Let go of what is not to be put back."""
         self._values, self._tokens, self._held, self._seen = {}, {}, {}, {}
-        self._digests = {}
+        self._digests, self._weights = {}, {}
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -24,6 +24,10 @@ _NOT_OURS = frozenset(
 )
 
 
+Places = tuple[list[int], list[int]]
+"""The version of each weight, and its address."""
+
+
 class WeightWatch:
     """Notes where the trained weights are, and which of them have moved since.
 
@@ -35,30 +39,49 @@ class WeightWatch:
         trained = [(n, p) for n, p in named if p.requires_grad]
         self._names = [n for n, _ in trained]
         self.parameters = [p for _, p in trained]
-        self._seen: tuple[list[int], list[int]] | None = None
+        self._seen: Places | None = None
+        self._called: Places | None = None
 
     def mark(self) -> None:
         """The weights are where they belong."""
-        self._seen = self._read()
+        self._seen, self._called = self._read(), None
+
+    def backward_ended(self) -> tuple[str, ...]:
+        """The same, at the end of a backward.
+
+        Returns:
+            Names of those that moved since the module was called: its forward writes them.
+        """
+        called = self._called
+        self.mark()
+        return self._differing(called, self._seen)
 
     def forget(self) -> None:
-        """A forward may write weights of its own: there is no mark until the next."""
+        """They have moved, and rightly: there is no mark until the next."""
         self._seen = None
 
     def moved(self) -> tuple[str, ...]:
         """Names of those that have moved since the last mark."""
-        seen = self._seen
-        if seen is None:
-            return ()
-        now = self._read()
-        if now == seen:
-            return ()
-        places = zip(self._names, *seen, *now, strict=True)
-        return tuple(
-            n for n, version, at, later, there in places if (version, at) != (later, there)
-        )
+        return () if self._seen is None else self._differing(self._seen, self._read())
 
-    def _read(self) -> tuple[list[int], list[int]]:
+    def called(self) -> tuple[str, ...]:
+        """The module is called: the same, and what its forward writes is no move."""
+        now = self._read()
+        moved = self._differing(self._seen, now)
+        self._seen, self._called = None, self._called or now
+        return moved
+
+    def restart(self) -> None:
+        """The weights were put back before the call that begins."""
+        self._called = self._read()
+
+    def _differing(self, before: Places | None, after: Places | None) -> tuple[str, ...]:
+        if before is None or after is None or before == after:
+            return ()
+        places = zip(self._names, *before, *after, strict=True)
+        return tuple(n for n, v, at, later, there in places if (v, at) != (later, there))
+
+    def _read(self) -> Places:
         parameters = self.parameters
         return [p._version for p in parameters], [p.data_ptr() for p in parameters]
 

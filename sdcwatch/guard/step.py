@@ -159,10 +159,11 @@ class StepController:
 
     def _look_at_weights(self) -> None:
         """Whether they moved since the last step or backward, by whom, and what that means."""
-        window, moved = self._window, self._watch.moved()
-        self._watch.forget()
+        window, moved = self._window, self._watch.called()
         if window is not None and window.decision is not None and not window.stepped:
             self.skips.moved_between(window.decision, moved)
+            if self.skips.carried is not None:  # and has put them back
+                self._watch.restart()
         if moved and not self.stepping and not self.skips.two_calls:
             self.skips.say_moved(moved, self._watch.parameters)
         self.skips.verify()
@@ -222,13 +223,15 @@ class StepController:
         self._leave_danger()
         try:
             with internals.dispatch_modes_off():
+                self._recorder.shadow.writes(self._watch.backward_ended())
                 window.backward, window.earlier = capture.end_backward(), capture.take_kept()
                 self._decide(window)
         except BaseException as error:
             self.error = error
             raise
         finally:
-            self._watch.mark()
+            if window.decision is None or window.decision.verdict or window.decision.audited:
+                self._watch.mark()  # replays put back what they write
             self._clear()
 
     def _decide(self, window: StepWindow) -> None:

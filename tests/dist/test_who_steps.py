@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
-from sdcwatch.core.records import Note, UpdateSkipped
+from sdcwatch.core.records import Note, UpdateSkipped, Verdict
 from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -303,6 +303,85 @@ def test_m12_sam_of_which_init_was_given_the_inner_one_is_skipped_too_and_named(
     assert row["skips"] == [(2 * BAD, "nonfinite")]
     (said,) = row["notes"]
     assert "Pass it, as sdcwatch.init(model, Sam(...))" in said
+
+
+def r_muon(rank: int, group: Any, run_dir: str, given: str) -> dict[str, Any]:
+    """A NaN in one matrix, once; Muon for matrices, AdamW for the rest."""
+    loop, at = Loop(rank, group, run_dir), [0]
+    matrices = [p for p in loop.net.parameters() if p.ndim == 2]
+    muon = torch.optim.Muon(matrices, lr=1e-2)
+    adamw = torch.optim.AdamW([p for p in loop.net.parameters() if p.ndim != 2], lr=1e-2)
+    if rank == 1:
+        matrices[0].register_hook(lambda g: g * float("nan") if at[0] == BAD + 1 else None)
+    guard = loop.guard({"both": [muon, adamw], "muon": muon, "adamw": adamw}[given])
+    for at[0] in range(1, STEPS + 1):
+        before = loop.weights()
+        if at[0] != BAD:  # its batch is NaN
+            loop.backward(at[0])
+            muon.step()
+            adamw.step()
+            same = [torch.equal(a, b) for a, b in zip(before, loop.weights(), strict=True)]
+            assert same == [at[0] == BAD + 1] * 4, (given, at)
+    guard.close()
+    return {
+        "skips": [(s.step, s.reason.value) for s in loop.told(UpdateSkipped)],
+        "found": [n.message for n in loop.told(Note) if n.code == "optimizer_found"],
+    }
+
+
+@pytest.mark.parametrize("given", ["both", "muon", "adamw"])
+def test_r_muon_one_decision_is_for_all_optimizers(
+    pool: GlooPool, tmp_path: Path, given: str
+) -> None:
+    row = pool.run(r_muon, 3, str(tmp_path), given)[0]
+    assert row["skips"] == [(BAD, "nonfinite")]  # the sixth backward
+    other = {"both": [], "muon": ["AdamW steps 0.bias"], "adamw": ["Muon steps 0.weight"]}[given]
+    assert [text.split(" and ")[0] for text in row["found"]] == other
+
+
+def r_sparse(rank: int, group: Any, run_dir: str, how: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    at, memory = [0], MemorySink()
+    rows = nn.Embedding(9, 4, sparse=True)
+    dense = how == "beside a dense layer"
+    net = nn.Sequential(rows, nn.Linear(4, 2)) if dense else rows
+    model = DistributedDataParallel(net, process_group=group)
+    one: Any = torch.optim.SparseAdam([rows.weight], lr=1e-2)
+    if how == "SGD":
+        one = torch.optim.SGD([rows.weight], lr=0.1)
+    if dense:
+        one = [one, torch.optim.AdamW(net[1].parameters(), lr=1e-2)]
+    options = {"node": f"n{rank}", "audit_every": 4, "sinks": [memory], **QUIET}
+    guard = sdcwatch.init(model, one, run_dir=run_dir, **options)
+    if rank == 1:
+        rows.weight.register_hook(lambda g: g * float("nan") if at[0] == BAD else None)
+    draw = torch.Generator().manual_seed(rank)
+    for at[0] in range(1, STEPS + 1):
+        before = [p.detach().clone() for p in net.parameters()]
+        net.zero_grad()
+        model(torch.randint(9, (6,), generator=draw)).square().mean().backward()
+        for each in one if dense else [one]:
+            each.step()
+        same = all(map(torch.equal, before, net.parameters()))
+        assert same == (at[0] == BAD), (how, at)
+    guard.close()
+    return {
+        "skips": [(s.step, s.reason.value) for s in memory.records if isinstance(s, UpdateSkipped)],
+        "verdicts": [
+            (v.step, v.check.value, v.outcome.value)
+            for v in memory.records
+            if isinstance(v, Verdict)
+        ],
+    }
+
+
+@pytest.mark.parametrize("how", ["SparseAdam", "SGD", "beside a dense layer"])
+def test_r_sparse_a_nan_in_a_sparse_gradient_is_a_verdict_and_a_skip(
+    pool: GlooPool, tmp_path: Path, how: str
+) -> None:
+    row = pool.run(r_sparse, 3, str(tmp_path), how)[0]
+    assert row["skips"] == [(BAD, "nonfinite")]
+    assert [v[:2] for v in row["verdicts"]] == [(BAD, "nonfinite")]
 
 
 def in_the_backward(rank: int, group: Any, run_dir: str) -> str:

@@ -25,7 +25,7 @@ def accelerated(harness: Harness, group: Any) -> nn.Module:
     torch.manual_seed(harness.rank)
     try:
         for step, batch in enumerate(loader(harness.rank), start=1):
-            harness.injector.begin_step(step)
+            harness.begin_step(step, net)
             with accelerator.accumulate(model):
                 loss = model(**batch)["loss"]
                 accelerator.backward(loss)

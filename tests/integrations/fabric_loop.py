@@ -36,7 +36,7 @@ def fabric(harness: Harness, group: Any) -> nn.Module:
     torch.manual_seed(harness.rank)
     try:
         for step, batch in enumerate(loader(harness.rank), start=1):
-            harness.injector.begin_step(step)
+            harness.begin_step(step, net)
             optimizer.zero_grad()
             loss = model(**batch)["loss"]
             made.backward(loss)

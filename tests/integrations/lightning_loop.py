@@ -62,7 +62,7 @@ class Faults(pl.Callback):
         torch.manual_seed(self.harness.rank)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.harness.injector.begin_step(trainer.global_step + 1)
+        self.harness.begin_step(trainer.global_step + 1, trainer.strategy.model)
 
 
 def make_trainer(harness: Harness, **changed: Any) -> pl.Trainer:

@@ -133,6 +133,15 @@ class Harness:
         }
         self.logs: list[Any] = []
         self.stopped: str = ""
+        self._before = ""
+        self.kept: list[int] = []
+
+    def begin_step(self, step: int, net: nn.Module) -> None:
+        """Plants what is due; notes in `kept` the steps whose update left every weight."""
+        now, before = digest(net), self._before
+        self.kept += [step - 1] if now == before else []
+        self._before = now
+        self.injector.begin_step(step)
 
     def story(self) -> list[tuple[Any, ...]]:
         """Step, check, outcome, named ranks; skips; checkpoints: in order."""
@@ -189,7 +198,7 @@ def plain(harness: Harness, group: Any) -> nn.Module:
     torch.manual_seed(harness.rank)
     try:
         for step, batch in enumerate(loader(harness.rank), start=1):
-            harness.injector.begin_step(step)
+            harness.begin_step(step, net)
             optimizer.zero_grad()
             loss = model(**batch)["loss"]
             loss.backward()
@@ -228,6 +237,7 @@ def run(rank: int, group: Any, name: str, run_dir: str, mode: str) -> dict[str, 
         "logs": harness.logs,
         "saved": harness.saved(),
         "stopped": harness.stopped,
+        "kept": harness.kept,
         "preflight": [
             (r.coverage.value, r.reason)
             for r in harness.memory.records

@@ -1,4 +1,7 @@
-"""The same model, data and faults in every loop: the guard says the same, and changes nothing."""
+"""The same model, data and faults in every loop: the guard says the same, and changes nothing.
+
+Trial `m11_accelerate` is one of them: the prepared optimizer is looked through, and it skips.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ def test_the_same_faults_lead_to_the_same_verdicts_skips_and_checkpoints(
 ) -> None:
     for row in pool.run(run, WORLD, name, str(tmp_path), "faulty"):
         assert row["story"] == EXPECTED
+        assert row["kept"] == [5, 8], "what is said to be skipped is skipped"
         assert row["stopped"] == "CorruptionDetected"
         assert len(row["saved"]) == 1, "the one of step 4; that of step 8 was withheld"
 

@@ -39,7 +39,7 @@ class Faults(TrainerCallback):
             torch.manual_seed(self.harness.rank)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.harness.injector.begin_step(state.global_step + 1)
+        self.harness.begin_step(state.global_step + 1, self.trainer.model)
 
 
 def forget_accelerate() -> None:
