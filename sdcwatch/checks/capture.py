@@ -48,6 +48,7 @@ from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.calling import Entrances, put_outermost
 from sdcwatch.checks.captured import (
     Alive,
+    Around,
     Arrivals,
     Backward,
     BackwardWindow,
@@ -256,6 +257,7 @@ class CallCapture:
         record.state_edges = tuple(map(internals.edge_of, carried))
         record.environment = numeric_environment()
         record.weights = self.weights()
+        record.around = Around(self.module, self.state)
         try:
             record.frozen = freeze((record.args, record.kwargs, state), self.scope)
         except NotTransportable as error:
@@ -288,6 +290,9 @@ class CallCapture:
         self._host.learn(record.generators)
         if record.audit:
             record.generators_after = read_generators(self.device)
+            if record.around is not None:
+                record.communicated, problem = record.around.left()
+                record.problem = record.problem or problem
         tensors = outputs_of(out)
         record.outputs = len(tensors)
         if not tensors:
@@ -542,6 +547,7 @@ class CallCapture:
             doors=find_side_doors(roots, graphs, names),
             roots_known=bool(roots),
             weights=torch.stack([*calls, self.weights()]),
+            communicated=any(record.communicated for record in arrivals),
         )
 
     def _close_window(self) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.gradients import GradientLog
-from sdcwatch.checks.module_state import Autocast, Generators, read_autocast
+from sdcwatch.checks.hidden import HiddenState, advanced
+from sdcwatch.checks.module_state import Autocast, Generators, StateWatch, read_autocast
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.serialise import Frozen, tensors_in
 from sdcwatch.checks.torch_internals import Edge
@@ -40,6 +41,7 @@ class Backward:
         roots_known: Whether side doors could be looked for.
         weights: int64 (c + 1, 2): fingerprint of the weights at each call and now; None unless
             audited. Equal rows, or somebody has written weights in between.
+        communicated: A call has run a collective (audit steps).
     """
 
     calls: int
@@ -54,6 +56,7 @@ class Backward:
     doors: tuple[str, ...] = ()
     roots_known: bool = True
     weights: Tensor | None = None
+    communicated: bool = False
 
     @functools.cached_property
     def micro_batch(self) -> MicroBatch:
@@ -83,6 +86,27 @@ class Alive:
     __slots__ = ("__weakref__",)
 
 
+class Around:
+    """What a call may move that no replay can put back, read before it.
+
+    Args:
+        module: The module that is called.
+        state: Watches its state.
+    """
+
+    def __init__(self, module: nn.Module, state: StateWatch) -> None:
+        self._module, self._state = module, state
+        self._collectives, self._iterators = internals.collective_counts(), self._positions()
+
+    def _positions(self) -> dict[str, Any]:
+        return HiddenState(self._module, self._state.unwatched()).advancing()
+
+    def left(self) -> tuple[bool, str]:
+        """After the call: whether it has communicated, and why it cannot be made again or ""."""
+        communicated = self._collectives != internals.collective_counts()
+        return communicated, advanced(self._iterators, self._positions())
+
+
 class CallRecord:
     """One call, from its beginning until its graph is gone."""
 
@@ -103,6 +127,8 @@ class CallRecord:
         self.frozen: Frozen | None = None
         self.environment: dict[str, str] = {}
         self.weights: Tensor | None = None
+        self.around: Around | None = None
+        self.communicated = False
         self.input_edges: tuple[Edge, ...] = ()
         self.state_edges: tuple[Edge, ...] = ()
         self.outputs = 0

@@ -277,6 +277,12 @@ class StateWatch:
             tokens[name] = (structure, tuple(pairs[begin:end]))
         return tokens
 
+    def unwatched(self) -> list[tuple[str, Any]]:
+        """Attributes that cannot be copied, by name: what moves in them is put back in place."""
+        owners = self.owners()
+        held = ((n, owners[n[0]].__dict__.get(n[1])) for n in self._unwatched if n[0] in owners)
+        return [(spoken(name), value) for name, value in held if value is not None]
+
     def rebound(self) -> ReboundState:
         """Stand-ins for the module's state, for a replay."""
         return ReboundState(self._module, self)

@@ -12,8 +12,9 @@ way. On both paths a gradient is digested and dropped as it arrives, and tensor 
 parameters run once more.
 
 **What is put back**: generators, buffers, attributes and training flags of the module, the default
-dtype, `.grad`. What a forward moved is told in `trace`, by name. A parameter that it wrote cannot
-be put back, only told.
+dtype, `.grad`, and what the user's code moves outside of the module (`sdcwatch.checks.hidden`).
+What a forward moved is told in `trace`, by name. A parameter that it wrote cannot be put back, only
+told.
 
 **Cost.** A forward and backward, one digest per gradient, a copy of buffers and attributes.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from sdcwatch.checks.calling import BareCall, Caller
 from sdcwatch.checks.capture import CallCapture, outputs_of
 from sdcwatch.checks.fingerprint import digest_tensors, to_pairs
 from sdcwatch.checks.gradients import GradientHooks, GradientLog, digest_gradient
+from sdcwatch.checks.hidden import HiddenState
 from sdcwatch.checks.module_state import (
     HOST_GENERATORS,
     ModuleState,
@@ -70,7 +72,10 @@ class ReplayResult:
         not_run: Why nothing was run, or nothing can be compared, or "": named, and nobody's fault.
         trace: What the calls moved: "parameter a.weight", "buffer b.mean", "attribute c.n",
             "generator random". Looked for if asked; parameters always.
-        collectives: Process groups in which the calls ran a collective.
+        hidden: What they moved outside of the module, and was put back.
+        lost: What they moved outside of the module, and could not be put back.
+        collectives: Collectives that the calls ran: their groups, or the one that was stopped, with
+            the line that asked for it.
         error: Type and first line of the exception that ended the replay, or "".
     """
 
@@ -82,6 +87,8 @@ class ReplayResult:
     disturbed: tuple[str, ...] = ()
     not_run: str = ""
     trace: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     error: str = ""
 
@@ -128,8 +135,9 @@ class ReplayOptions:
 
     Attributes:
         watch: Look for everything that the calls move.
-        forbid_collectives: Stop the first collective before it is issued, with the line that asked
-            for it as the error. Slower.
+        forbid_collectives: Stop the first collective before it is issued: its line is in
+            `ReplayResult.collectives` and in the error. Slower.
+        where_eager: Forbid them only where nothing is compiled, which would be compiled once more.
         scale_free: Start from ones instead of from the gradients that arrived.
         onto: Adds the gradients up.
         observer: Looks on.
@@ -139,6 +147,7 @@ class ReplayOptions:
     watch: bool = False
     any_environment: bool = False
     forbid_collectives: bool = False
+    where_eager: bool = False
     scale_free: bool = False
     onto: GradientSum | None = None
     observer: Observer | None = None
@@ -175,9 +184,14 @@ class Replayer:
         try:
             if reason := self._obstacle(micro_batch, options):
                 return ReplayResult(not_run=reason)
-            return _Run(self.capture, self.caller, micro_batch, options).result()
+            hidden = HiddenState(self.capture.module, self.capture.state.unwatched())
+            with hidden:
+                result = _Run(self.capture, self.caller, micro_batch, options).result()
+            return replace(result, hidden=hidden.moved, lost=hidden.lost)
         except NotTransportable as error:
             return ReplayResult(not_run=str(error))
+        except internals.CollectiveAttempted as error:
+            return ReplayResult(collectives=(str(error),), error=f"{type(error).__name__}: {error}")
         except Exception as error:
             if internals.is_recompilation(error):
                 return ReplayResult(not_run="the module would have to be compiled once more")
@@ -256,6 +270,7 @@ class _Run:
         capture = self._capture
         versions = [p._version for p in self._parameters]
         counts = internals.collective_counts()
+        stopped = internals.NoCollectives(_OWN)
         with ExitStack() as stack:
             stack.enter_context(replay_in_progress())
             stack.enter_context(_kept(capture.device))
@@ -265,14 +280,17 @@ class _Run:
             if capture.compiled and not self._caller.compiled_around:
                 stack.enter_context(internals.no_recompilation())
             # Under a mode compiled code would be compiled once more.
-            watched = self._options.watch or self._options.forbid_collectives
-            if watched and not capture.compiled:
+            options, eager = self._options, not capture.compiled
+            forbid = options.forbid_collectives and (eager or not options.where_eager)
+            if (options.watch or forbid) and eager:
                 stack.enter_context(internals.GeneratorsKept())
-            if self._options.forbid_collectives:
-                stack.enter_context(internals.NoCollectives(_OWN))
+            if forbid:
+                stack.enter_context(stopped)
             stack.callback(self._unhook)
             stack.enter_context(torch.enable_grad())
             self._pass(state)
+        if forbid and stopped.attempted:
+            return ReplayResult(collectives=stopped.attempted, error="a collective was stopped")
         after = internals.collective_counts()
         for (name, parameter), version in zip(capture.named, versions, strict=True):
             if parameter._version != version:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -308,31 +309,41 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Stops the first collective before it is issued, and says which line asked for it.
 
     Collectives go through the dispatcher as operations of ``c10d``. A mode sees every operation, so
-    a replay under it is slower: for preflight.
+    a replay under it is slower: for preflight, and for replays on some ranks only.
 
     Args:
         own: Folders whose frames are not the user's.
+
+    Attributes:
+        attempted: What was stopped, also where the user's code has caught the error.
     """
 
     def __init__(self, own: Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._own = (*own, __file__, *torch.__path__)
+        self.attempted: tuple[str, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let everything through but collectives."""
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            msg = f"{func} at {self._line()}"
-            raise CollectiveAttempted(msg)
+            said = self._said(func)
+            self.attempted = (*self.attempted, said)
+            raise CollectiveAttempted(said)
         return func(*args, **(kwargs or {}))
 
-    def _line(self) -> str:
-        frame = sys._getframe()
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if not name.startswith(self._own):
-                return f"{name}:{frame.f_lineno}"
+    def _is_foreign(self, file: str) -> bool:
+        return file.startswith(self._own) or "site-packages" in file
+
+    def _said(self, func: Any) -> str:
+        """The operation, and the innermost line of the user's code that led to it."""
+        name, frame = str(func._schema.name).split("::")[-1].strip("_"), sys._getframe()
+        while frame is not None and self._is_foreign(frame.f_code.co_filename):
             frame = frame.f_back  # type: ignore[assignment]
-        return "an unknown line"
+        if frame is None:
+            return name
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        source = linecache.getline(file, line).strip()
+        return f"{name} in `{source}`, {file}:{line}" if source else f"{name}, {file}:{line}"
 
 
 class GeneratorsKept(TorchDispatchMode):  # type: ignore[no-untyped-call]

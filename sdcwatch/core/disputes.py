@@ -10,6 +10,8 @@ that are right trace the micro-batch on which they disagree (`sdcwatch.core.trac
 | the rank's own operation does not repeat | nobody is named: `NONDETERMINISTIC`, what to set |
 | nothing: equal, or code that it cannot see | the check's own rule stands, which the text says |
 
+Preflight asks the same of ranks that make something else of one common micro-batch.
+
 At most `TRACED` ranks are traced. Where one of them turns out to be software, no rank is named that
 was not traced.
 """
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from sdcwatch.core.arbitration import Settlement, is_error
 from sdcwatch.core.enums import Cause, Outcome
 from sdcwatch.core.nonfinite import NonfiniteJudgement, ReplayFinite
+from sdcwatch.core.preflight import OR_BROKEN, CommonJudgement
 from sdcwatch.core.replay import AuditFacts, AuditJudgement, Named
 from sdcwatch.core.text import list_ranks
 from sdcwatch.core.trace_values import TraceFinding, TraceOutcome
@@ -205,6 +208,29 @@ def _no_device(ranks: Sequence[int], told: _Told) -> str:
             f"the software of {list_ranks(ranks)} computes something else, and no device is named"
         )
     return f"the computation does not repeat on {list_ranks(ranks)}, and no device is named"
+
+
+def plan_common_traces(common: CommonJudgement) -> tuple[Dispute, ...]:
+    """Who traces the common micro-batch of preflight, of which every rank has the bytes."""
+    reference = common.matched[:RIGHT_TRACED] or common.sides[:1]
+    asked = common.differing or common.sides[1:]
+    return tuple(Dispute(rank, 0, reference) for rank in asked[:TRACED] if reference)
+
+
+def conclude_common(
+    common: CommonJudgement, findings: Mapping[int, TraceFinding]
+) -> CommonJudgement:
+    """What preflight says of ranks that differ, after the traces; see `plan_common_traces`."""
+    if not findings:
+        return common
+    told = _told(findings)
+    reason, cause = common.reason, common.cause
+    if set(findings) <= set(told.software):
+        reason, cause = reason.replace(OR_BROKEN, ""), Cause.SOFTWARE
+    elif common.differing and set(findings) <= set(told.operators):
+        cause = Cause.DEVICE
+    said = "; ".join((reason, *told.said))
+    return replace(common, reason=said, cause=cause, operator=told.first)
 
 
 def conclude_nonfinite(

@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sdcwatch.core.arbitration import ERROR_PREFIX, is_error
-from sdcwatch.core.enums import Coverage, Outcome
+from sdcwatch.core.enums import Cause, Coverage, Outcome
 from sdcwatch.core.text import list_names, list_ranks, shortened
 from sdcwatch.core.topology import DOMAINS_TO_NAME, Topology
 
@@ -39,6 +39,8 @@ LONGEST_WAIT = 64
 FACTS_SHOWN = 6
 """Facts about software and environment that a text lists."""
 SIDES_SHOWN = 4
+OR_BROKEN = ", or the device is broken"
+"""Of a rank that differs, until a trace of operations has said that it is software."""
 VALUE_SHOWN = 80
 
 
@@ -58,6 +60,7 @@ class SelfAudit:
         collectives: Where the call runs a collective: operation, group, file and line.
         left_behind: What the call changes and no replay can put back: parameters, what cannot be
             copied.
+        hidden: What the call moves outside of the module; a replay puts it back.
         doors: Ways by which gradients enter other than by the outputs.
         disturbed: Generators that something outside of the call drew from.
         not_run: Why nothing could be compared, or "".
@@ -74,6 +77,7 @@ class SelfAudit:
     out_of_memory: bool = False
     collectives: tuple[str, ...] = ()
     left_behind: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
     doors: tuple[str, ...] = ()
     disturbed: tuple[str, ...] = ()
     not_run: str = ""
@@ -175,7 +179,7 @@ def judge_preflight(
             Coverage.OFF,
             f"the outputs of the step differ from their replay's on {list_ranks(outputs)}: the "
             "forward depends on something besides its inputs, weights, buffers and torch's default "
-            "generators, or changes it",
+            f"generators, or changes it{_kept_outside(settled, outputs)}",
         )
     differs = [r for r in settled if not r.gradients_equal]
     ranks = [r.rank for r in differs]
@@ -192,6 +196,14 @@ def judge_preflight(
         who = list_ranks(alone)
         notes.append(f"{who} alone deviates from its own replay; the audits will tell why")
     return PreflightJudgement(Coverage.FULL, "step and replay are equal bit for bit", tuple(notes))
+
+
+def _kept_outside(rows: Sequence[SelfAudit], ranks: Sequence[int]) -> str:
+    """What the forward was seen to move outside of the module, and what to write instead."""
+    found = next((row.hidden for row in rows if row.rank in ranks and row.hidden), ())
+    if not found:
+        return ""
+    return f" ({list_names(found)}): keep it in a buffer or an attribute of the module"
 
 
 def _could_not_run(rows: Sequence[SelfAudit]) -> str | None:
@@ -245,7 +257,9 @@ class CommonJudgement:
         coverage: `OFF` if no side is a majority; else None, and the audits leave `differing` out.
         reason: One sentence for a person.
         separating: Facts about software and environment that separate `differing` from the rest.
-        sides: How many values there are, where none is that of a majority.
+        sides: The first rank of each side, the largest first, where none is a majority.
+        cause: `SOFTWARE` or `DEVICE` where something tells; `UNKNOWN` without.
+        operator: The operation in which they begin to differ, as a trace found; "" without.
     """
 
     matched: tuple[int, ...]
@@ -253,7 +267,9 @@ class CommonJudgement:
     coverage: Coverage | None
     reason: str
     separating: tuple[str, ...] = ()
-    sides: int = 0
+    sides: tuple[int, ...] = ()
+    cause: Cause = Cause.UNKNOWN
+    operator: str = ""
 
 
 def judge_common(
@@ -305,7 +321,8 @@ def judge_common(
         if failed:
             reason += f"; {_raised(failed)}"
         said = _with_facts(reason, facts)
-        return CommonJudgement((), (), Coverage.OFF, said, tuple(facts), len(ordered))
+        first = tuple(ranks[0] for ranks in ordered)
+        return CommonJudgement((), (), Coverage.OFF, said, tuple(facts), first, _cause(facts))
     separating = separating_facts(environments, rest)
     how = (
         f"computes other bits than {list_ranks(most)} from the same micro-batch and weights"
@@ -316,9 +333,15 @@ def judge_common(
         how += f" ({_raised(failed)})"
     reason = (
         f"{list_ranks(rest)} {how}, and is left out of the audits: the forward is not the same "
-        "function there, or the device is broken"
+        f"function there{OR_BROKEN}"
     )
-    return CommonJudgement(tuple(most), rest, None, _with_facts(reason, separating), separating)
+    said = _with_facts(reason, separating)
+    return CommonJudgement(tuple(most), rest, None, said, separating, cause=_cause(separating))
+
+
+def _cause(separating: Sequence[str]) -> Cause:
+    """Software, as soon as a fact separates the ranks."""
+    return Cause.SOFTWARE if separating else Cause.UNKNOWN
 
 
 def _raised(failed: Mapping[int, str]) -> str:

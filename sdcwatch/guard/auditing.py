@@ -23,7 +23,7 @@ from sdcwatch.guard.exchange import Exchange, missing_ranks
 from sdcwatch.guard.fingerprint import ReplicaCheck
 from sdcwatch.guard.nonfinite import own_step
 from sdcwatch.guard.preflight import ReplayCheck
-from sdcwatch.guard.replay import AuditResult, OwnStep
+from sdcwatch.guard.replay import COLLECTIVE, AuditResult, OwnStep
 from sdcwatch.guard.reporter import Reporter
 from sdcwatch.guard.window import Decision, StepWindow
 
@@ -186,7 +186,7 @@ class Audits:
             return ""  # preflight says what to write instead
         if own.doors:
             return f"a gradient entered by another way than the outputs: {list_names(own.doors)}"
-        return own.problem
+        return COLLECTIVE if own.communicates else own.problem
 
     def run(self, window: StepWindow, *, recorded: bool) -> Decision:
         """Audit a step, if every rank can. Every rank calls it.
@@ -258,6 +258,10 @@ class Audits:
         step = window.step
         why = self.obstacle(window)
         reasons = missing_ranks(self._exchange, f"the audit of step {step}", why)
+        if COLLECTIVE in reasons.values():
+            verdict = self._reporter.verdicts.without_record(step, reasons)
+            self._ask_again(verdict, deterministic=False)
+            return self._decide.say(verdict)
         again, self._missing_since = self._missing_since == step - 1, step
         if again:  # said at the first of them; the rest is counted
             self._reporter.counted(Check.REPLAY, Outcome.NOT_RUN)
@@ -348,11 +352,11 @@ class Audits:
         observing = self._config.mode == "observe"
         self._reporter.arm(self._preflight, self._reporter.step, observing=observing)
 
-    def _ask_again(self, verdict: Verdict) -> None:
+    def _ask_again(self, verdict: Verdict, *, deterministic: bool = True) -> None:
         """What audits can promise is asked again: nobody is blamed until the next preflight."""
         self.armed = False
         self._ring.forget_strikes()
-        self._preflight.restart()
+        self._preflight.restart(deterministic=deterministic)
         self._reporter.enter(GuardState.PREFLIGHT, verdict.reason)
 
 

@@ -49,6 +49,7 @@ from sdcwatch.guard.window import StepWindow
 
 SECONDS_PER_REPLAY = 60.0
 """How long others wait for one replay: nobody has timed one yet when a first step trips."""
+_NOT_LOCAL = "not replayed: the forward runs a collective, so others would have to wait for it"
 MAX_IN_A_ROW = 16
 """Investigations in consecutive steps before only every tenth is replayed."""
 
@@ -80,7 +81,7 @@ class NonfiniteInvestigation:
         self._memory = memory or SegmentMemory()
         self._held: dict[int, list[MicroBatch]] = {}
         self._in_a_row = 0
-        self._forbid = False
+        self._stopping = ReplayOptions(forbid_collectives=True)
         self._last_step = -2
 
     def run(
@@ -100,14 +101,14 @@ class NonfiniteInvestigation:
             micro_batches: Everything this rank accumulated in the step, in order; empty if unknown.
             trusted: Preflight did not find that replays differ from steps.
             local: Preflight found that no replay communicates; one on some ranks only would wait
-                for the others for ever. None before it has looked: then a collective is stopped
-                before it is issued.
+                for the others for ever. A collective that comes later is stopped before it is
+                issued; before preflight has looked, None, also in compiled code.
         """
         operation = f"the non-finite check of step {step}"
         message = {**asdict(own), "count": len(micro_batches)}
         rows = gather_json(self._exchange, message, operation)
         counts = [0 if local is False else row["count"] for row in rows]
-        self._forbid = local is None
+        self._stopping = ReplayOptions(forbid_collectives=True, where_eager=local is not None)
         facts = [RankFinite(**{k: v for k, v in row.items() if k != "count"}) for row in rows]
         if not any(f.reduced or f.loss for f in facts):
             # What is not finite makes a reduced value so: here the sum of a probe overflowed.
@@ -136,6 +137,8 @@ class NonfiniteInvestigation:
                 repeated = replace(repeated, restless=restless)
                 judgement = self._judge(facts, replays, repeated, trusted=trusted)
             judgement = self._traced(judgement, facts, replays, operation)
+            if local is False and any(row["count"] for row in rows):
+                judgement = replace(judgement, reason=f"{judgement.reason} ({_NOT_LOCAL})")
         finally:
             self._held = {}
         self._memory.history = remember(self._memory.history, judgement, self._topology, step=step)
@@ -165,9 +168,8 @@ class NonfiniteInvestigation:
             for d, index in zip(disputes, chosen, strict=True)
             if 0 <= index < len(self._held.get(d.producer, ()))
         }
-        options = ReplayOptions(forbid_collectives=self._forbid)
         return conclude_nonfinite(
-            judgement, self._tracing.findings(disputes, held, operation, options)
+            judgement, self._tracing.findings(disputes, held, operation, self._stopping)
         )
 
     def _first_nonfinite(self, seen: RankFinite) -> int:
@@ -318,7 +320,7 @@ class NonfiniteInvestigation:
 
     def _replayed(self, micro_batch: MicroBatch, **options: Any) -> ReplayResult:
         """One replay, with these `ReplayOptions` besides what preflight found of collectives."""
-        return self._replay(micro_batch, ReplayOptions(forbid_collectives=self._forbid, **options))
+        return self._replay(micro_batch, replace(self._stopping, **options))
 
     def _gather(self, own: object, operation: str, replays: int) -> list[Any]:
         """Every rank's value, from ranks that make so many replays first."""
@@ -386,6 +388,7 @@ def own_step(window: StepWindow) -> OwnStep | None:
         backward.gradients,
         doors=backward.doors,
         problem=_problem(backward),
+        communicates=backward.communicated,
     )
 
 

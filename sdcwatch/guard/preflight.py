@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from sdcwatch.checks.determinism import software_facts
-from sdcwatch.checks.payload import PayloadDamaged, pack, packed_size
+from sdcwatch.checks.payload import MicroBatch, PayloadDamaged, pack, packed_size, unpack
 from sdcwatch.checks.replay import ReplayOptions, ReplayResult
 from sdcwatch.checks.serialise import NotTransportable
 from sdcwatch.core.arbitration import error_value
-from sdcwatch.core.disputes import TRACED, Dispute
+from sdcwatch.core.disputes import TRACED, Dispute, conclude_common, plan_common_traces
 from sdcwatch.core.preflight import (
     ATTEMPTS,
     COMPARED_NOTHING,
@@ -58,7 +59,9 @@ class Preflight:
         facts: What decides which kernels run on this rank.
         max_payload_bytes: Largest micro-batch that may travel.
         covers: How compiled code is covered, or "".
-        trace: Traces the operations of a micro-batch, to say which does not repeat; None for no.
+        trace: Traces the operations of a micro-batch, to say which does not repeat, or in which
+            ranks differ; None for no.
+        device: Where received micro-batches go; the CPU by default.
         widen: Captures more than so far, if it can, and says what; asked before coverage is lost.
 
     Attributes:
@@ -84,10 +87,12 @@ class Preflight:
         max_payload_bytes: int,
         covers: str = "",
         trace: MakeTrace | None = None,
+        device: torch.device | None = None,
         widen: Callable[[], str] = lambda: "",
     ) -> None:
         self._tracing = None if trace is None else Tracing(exchange, trace)
         self._exchange, self._replay_packed = exchange, replay_packed
+        self._device = device or torch.device("cpu")
         self._max_payload_bytes, self._covers = max_payload_bytes, covers
         self._names, self._rounds, self._facts = tuple(names), rounds, facts
         self._topology, self._memory = topology, memory
@@ -111,16 +116,17 @@ class Preflight:
         """Ranks that the audits leave out."""
         return tuple(sorted(self._memory.history.differing))
 
-    def restart(self, *, wait: bool = False) -> None:
-        """Ask again, because an audit found that the computation does not repeat.
+    def restart(self, *, wait: bool = False, deterministic: bool = True) -> None:
+        """Ask again, because an audit found that a clause does not hold any more.
 
         Args:
             wait: At the next due step, not at the next step.
+            deterministic: The computation does not repeat: with deterministic kernels.
         """
         self._start_over()
         self.waits = self.waits or wait
         self.coverage, self.common = None, None
-        self.deterministic = True
+        self.deterministic = self.deterministic or deterministic
 
     def _start_over(self) -> None:
         self._passed, self.repeats, self._rings = 0, 0, FirstRings()
@@ -173,18 +179,20 @@ class Preflight:
         if self.common is not None:
             return True
         message = pack_or_nothing(own.micro_batch)
-        value, voteless = self._common_value(spread(self._exchange, message, operation))
+        message = spread(self._exchange, message, operation)
+        value, voteless = self._common_value(message)
         here = {**self._facts(), **_at_the_call(own)}
         told = {"value": value, "voteless": voteless, "facts": here, "more": dict(software_facts())}
         rows = gather_json(self._exchange, told, operation)
         # A replay that a thread disturbed, and that came to what another has, was not.
         sound = {row["value"] for row in rows if not row["voteless"]}
-        self.common = common = judge_common(
+        common = judge_common(
             [r["value"] if not r["voteless"] or r["value"] in sound else None for r in rows],
             [{**row["facts"], **row["more"]} for row in rows],
             self._topology,
             deciding={name for row in rows for name in row["facts"]},
         )
+        self.common = common = self._common_traced(common, message, operation)
         self._memory.compared(common)
         if common.coverage is not None:
             self.decide(common.coverage, common.reason)
@@ -193,10 +201,26 @@ class Preflight:
             self.notes = tuple(dict.fromkeys((*self.notes, common.reason)))
         return True
 
+    def _common_traced(
+        self, common: CommonJudgement, message: torch.Tensor, operation: str
+    ) -> CommonJudgement:
+        """With the operation in which ranks begin to differ. Every rank calls it."""
+        disputes = plan_common_traces(common)
+        if self._tracing is None or not disputes:
+            return common
+        held: dict[int, MicroBatch] = {}
+        if any(self._exchange.rank in dispute.sides for dispute in disputes):
+            with suppress(PayloadDamaged, NotTransportable):
+                held[0] = unpack(message, self._device)
+        options = ReplayOptions(any_environment=True, forbid_collectives=True, where_eager=True)
+        findings = self._tracing.findings(disputes, held, operation, options)
+        return conclude_common(common, findings)
+
     def _common_value(self, message: torch.Tensor) -> tuple[str | None, bool]:
         """What this rank makes of a micro-batch, and whether a thread has disturbed it."""
         try:
-            result = self._replay_packed(message, ReplayOptions(any_environment=True))
+            asked = ReplayOptions(any_environment=True, forbid_collectives=True, where_eager=True)
+            result = self._replay_packed(message, asked)
         except PayloadDamaged:
             return None, False
         if result.not_run:
@@ -256,13 +280,20 @@ class Preflight:
         except NotTransportable as error:
             return SelfAudit(rank=rank, not_run=str(error))
         self.payload_bytes = max(self.payload_bytes, size)
-        one, two = (self._replay_packed(message, ReplayOptions(watch=True)) for _ in range(2))
+        # Where the step has run one, a replay is only asked for the line: it is stopped there.
+        watch = ReplayOptions(watch=True, forbid_collectives=True, where_eager=True)
+        one = self._replay_packed(message, watch)
+        two = one if one.collectives else self._replay_packed(message, watch)
+        collectives = one.collectives or two.collectives
+        if own.communicates and not collectives:
+            collectives = ("in the step, and in no replay of it",)
         audit = SelfAudit(
             rank=rank,
-            error=one.error or two.error,
+            error="" if collectives else one.error or two.error,
             out_of_memory="OutOfMemory" in one.error + two.error,
-            collectives=one.collectives or two.collectives,
-            left_behind=tuple(m for m in one.trace if m.startswith("parameter ")),
+            collectives=collectives,
+            left_behind=(*(m for m in one.trace if m.startswith("parameter ")), *one.lost),
+            hidden=one.hidden[:SHOWN],
             disturbed=one.disturbed or two.disturbed,
             not_run=one.not_run or two.not_run,
         )

@@ -26,7 +26,7 @@ from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.disputes import conclude_audit, plan_audit_traces
 from sdcwatch.core.history import History
 from sdcwatch.core.preflight import CommonJudgement, environment_differences
-from sdcwatch.core.records import SHOWN, Comparison, Phase
+from sdcwatch.core.records import SHOWN, Cause, Comparison, Outcome, Phase
 from sdcwatch.core.replay import (
     AuditFacts,
     AuditJudgement,
@@ -52,6 +52,9 @@ from sdcwatch.guard.tracing import MakeTrace, Tracing
 Replay = Callable[[MicroBatch, ReplayOptions], ReplayResult]
 COMPARISONS_SHOWN = 64
 """Comparisons that did not match, of which a verdict carries the details."""
+COLLECTIVE = "the forward ran a collective"
+STOPPING = ReplayOptions(forbid_collectives=True, where_eager=True)
+"""Of replays that some ranks make and others do not: one that communicates would wait for ever."""
 SLACK = 3.0
 """How much slower than this rank's slowest replay another rank's may be."""
 
@@ -67,6 +70,7 @@ class OwnStep:
             the outputs only.
         doors: Ways by which gradients entered other than by the outputs.
         problem: Why it must not be compared for another reason, or "".
+        communicates: The call has run a collective.
     """
 
     micro_batch: MicroBatch
@@ -74,6 +78,7 @@ class OwnStep:
     gradients: torch.Tensor | None
     doors: tuple[str, ...] = ()
     problem: str = ""
+    communicates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class AuditResult:
         notes: What ranks do not repeat, and differences between environments.
         seconds: Wall time per phase on this rank.
         separating: Facts that separate ranks that differ from the start.
+        why_differing: Why they do, as far as was found out.
     """
 
     judgement: AuditJudgement
@@ -95,6 +101,7 @@ class AuditResult:
     notes: tuple[str, ...] = ()
     seconds: dict[Phase, float] = field(default_factory=dict)
     separating: tuple[str, ...] = ()
+    why_differing: Cause = Cause.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +154,17 @@ class SegmentMemory:
     Attributes:
         history: Replaced after each check, with the same value on every rank.
         separating: Facts that separate the ranks that differ from the others.
+        why_differing: Why they do, as far as was found out.
     """
 
     def __init__(self) -> None:
         self.history = History()
         self.separating: tuple[str, ...] = ()
+        self.why_differing = Cause.UNKNOWN
 
     def compared(self, common: CommonJudgement) -> None:
         """All ranks have replayed one micro-batch."""
-        self.separating = common.separating
+        self.separating, self.why_differing = common.separating, common.cause
         self.history = self.history.compared(matched=common.matched, differing=common.differing)
 
 
@@ -220,9 +229,7 @@ class RingAudit:
                     separating=self.memory.separating,
                 )
                 judgement = judge_audit(facts, self._topology, history=self.history)
-                result = AuditResult(
-                    judgement, (), world, (), dict(self._seconds), self.memory.separating
-                )
+                result = self._result(judgement, (), world)
             else:
                 facts, result = self._blame(finding, pairing, own, operation)
             self.memory.history = remember(
@@ -251,8 +258,12 @@ class RingAudit:
             error = "" if damaged else received
             return _Finding(producer, me, transport=damaged, error=error)
         self._held[producer] = received
+        # Every rank replays here, so that nobody waits; what has communicated has no vote.
         got, error = self._recompute(
-            producer, gradients=own.gradients is not None, expected=expected
+            producer,
+            gradients=own.gradients is not None,
+            expected=expected,
+            options=ReplayOptions(),
         )
         return self._finding(producer, expected, got, error)
 
@@ -275,7 +286,12 @@ class RingAudit:
         )
 
     def _recompute(
-        self, producer: int, *, gradients: bool, expected: torch.Tensor | None = None
+        self,
+        producer: int,
+        *,
+        gradients: bool,
+        expected: torch.Tensor | None = None,
+        options: ReplayOptions = STOPPING,
     ) -> tuple[torch.Tensor | None, str]:
         """The table of one more replay; None and why if it has no vote.
 
@@ -283,12 +299,12 @@ class RingAudit:
         exporters and loggers draw from `random` at any moment.
         """
         started = time.perf_counter()
-        result = self._replay(self._held[producer], ReplayOptions())
+        result = self._replay(self._held[producer], options)
         self._slowest = max(self._slowest, time.perf_counter() - started)
         self._spent(Phase.REPLAY, started)
         if not (problem := problem_of(result)):
             return table_of(result, gradients=gradients), ""
-        if expected is not None and not (result.error or result.not_run):
+        if expected is not None and not (result.error or result.not_run or result.collectives):
             table = table_of(result, gradients=gradients)
             if torch.equal(table, expected):
                 return table, ""
@@ -333,15 +349,20 @@ class RingAudit:
         comparisons = tuple(
             self._record(f, facts.arbitration, judgement) for f in findings if not f.matches
         )[:COMPARISONS_SHOWN]
-        result = AuditResult(
-            judgement,
-            comparisons,
-            len(findings),
-            tuple(notes),
-            dict(self._seconds),
-            self.memory.separating,
-        )
-        return facts, result
+        if judgement.outcome is Outcome.DIFFERS and judgement.cause is not Cause.NONE:
+            self.memory.why_differing = judgement.cause
+        return facts, self._result(judgement, comparisons, len(findings), tuple(notes))
+
+    def _result(
+        self,
+        judgement: AuditJudgement,
+        comparisons: tuple[Comparison, ...],
+        total: int,
+        notes: tuple[str, ...] = (),
+    ) -> AuditResult:
+        memory = self.memory
+        why = memory.separating, memory.why_differing
+        return AuditResult(judgement, comparisons, total, notes, dict(self._seconds), *why)
 
     def _judge(self, facts: AuditFacts) -> AuditJudgement:
         return judge_audit(facts, self._topology, quorum=self._quorum, history=self.history)
@@ -509,6 +530,8 @@ def unpack_or_error(payload: torch.Tensor, device: torch.device) -> MicroBatch |
 
 def problem_of(result: ReplayResult) -> str:
     """Why a replay has no vote, or ""."""
+    if result.collectives:
+        return f"{COLLECTIVE} in a replay ({list_names(result.collectives)})"
     if result.error or result.not_run:
         return result.error or result.not_run
     if result.disturbed:

@@ -399,11 +399,6 @@ def level_of(record: Record) -> int:
     return logging.INFO
 
 
-def cause_of_differing(separating: Sequence[str]) -> Cause:
-    """Why ranks differ from the start: software, as soon as a fact separates them."""
-    return Cause.SOFTWARE if separating else Cause.UNKNOWN
-
-
 class VerdictBuilder:
     """Builds verdicts; remembers since when each suspect has been one.
 
@@ -452,7 +447,7 @@ class VerdictBuilder:
         failed = MEANINGS[judgement.outcome].failed and judgement.cause is not Cause.SOFTWARE
         cause = judgement.cause
         if judgement.outcome is Outcome.DIFFERS and cause is Cause.NONE:
-            cause = cause_of_differing(result.separating)
+            cause = Cause.SOFTWARE if result.separating else result.why_differing
         return Verdict(
             step=step,
             time=time.time(),
@@ -484,8 +479,9 @@ class VerdictBuilder:
             check=Check.REPLAY,
             outcome=Outcome.DIFFERS,
             reason=common.reason,
-            cause=cause_of_differing(common.separating),
+            cause=common.cause,
             ranks=tuple(ranks),
+            operator=common.operator,
         )
 
     def not_run(self, step: int, reason: str, *, outcome: Outcome = Outcome.NOT_RUN) -> Verdict:

@@ -330,6 +330,7 @@ def _replay_check(
             max_payload_bytes=config.max_payload_mb * MIB,
             covers=replayer.caller.covers,
             trace=partial(repeated_trace, replayer, repeats=REPEATS),
+            device=guarded.device,
             widen=replayer.capture.entrances.widen,
         ),
         RingAudit(exchange, meeting.topology, replayer.run, names, policy=policy, memory=memory),

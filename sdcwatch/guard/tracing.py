@@ -57,7 +57,9 @@ class Tracing:
         if not disputes:
             return {}
         sides = [(number, rank) for number, d in enumerate(disputes) for rank in d.sides]
-        traces = self._own(disputes, sides, held, options or ReplayOptions())
+        # Some ranks trace and others do not: a collective in it would wait for ever.
+        stopping = ReplayOptions(forbid_collectives=True, where_eager=True)
+        traces = self._own(disputes, sides, held, options or stopping)
         outlines = self._outlines(sides, traces, operation)
         windows = [
             window_of([o for (n, _), o in zip(sides, outlines, strict=True) if n == number])

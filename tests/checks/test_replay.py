@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import queue
 import random
 import weakref
 
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.calling import BareCall, CompiledAroundDdp, choose_caller
 from sdcwatch.checks.capture import CallCapture
 from sdcwatch.checks.fingerprint import digest_tensors
@@ -134,10 +137,10 @@ def test_what_a_forward_moves_is_told_by_name():
 
 def test_code_of_the_users_can_ask_whether_it_is_replayed():
     capture, [(backward, _)] = captured()
-    asked = []
-    capture.module.also = lambda: asked.append(replaying())
+    asked = queue.SimpleQueue()  # a list would be put back
+    capture.module.also = lambda: asked.put(replaying())
     Replayer(capture).run(backward.micro_batch)
-    assert asked == [True]
+    assert asked.get_nowait()
     assert not replaying()
 
 
@@ -163,8 +166,24 @@ def test_a_collective_in_a_call_is_counted_or_stopped():
     replayer = Replayer(capture)
     assert replayer.run(backward.micro_batch).collectives
     stopped = replayer.run(backward.micro_batch, ReplayOptions(forbid_collectives=True))
-    assert stopped.error.startswith("CollectiveAttempted: c10d.allreduce_")
-    assert "test_replay.py:" in stopped.error
+    (said,) = stopped.collectives
+    assert said.startswith("allreduce in `capture.module.also = lambda: dist.all_reduce(")
+    assert "test_replay.py:" in said
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_collective_whose_error_is_caught_by_the_users_code_is_told_all_the_same():
+    capture, [(backward, _)] = captured()
+
+    def also():
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+
+    capture.module.also = also
+    counted = internals.collective_counts()
+    stopped = Replayer(capture).run(backward.micro_batch, ReplayOptions(forbid_collectives=True))
+    assert "dist.all_reduce" in stopped.collectives[0]
+    assert internals.collective_counts() == counted
 
 
 def test_a_generator_of_the_scripts_own_stands_where_it_stood_after_a_watched_replay():

@@ -474,8 +474,13 @@ def test_an_operation_that_does_not_repeat_is_named_with_what_to_set(net, wobble
 
 
 def test_a_generator_that_a_replay_does_not_put_back_does_not_repeat(net):
-    own = torch.Generator().manual_seed(1)
-    net.also = lambda z: z + torch.rand(8, generator=own)
+    drawn = random.SystemRandom()
+
+    def also(z):
+        own = torch.Generator().manual_seed(drawn.getrandbits(60))
+        return z + torch.rand(8, generator=own)
+
+    net.also = also
     replayer, micro_batch = prepared(net)
     found = find_unrepeatable(replayer, micro_batch)
     assert (found.outcome, found.operator) == (TraceOutcome.NONDETERMINISTIC, "aten::rand")

@@ -331,7 +331,7 @@ def interrupted(
     when = {"step": 0}
     raised: list[Any] = []
     Explode.error = error
-    restless = random.Random()
+    restless = random.SystemRandom()
 
     def fail(here: str) -> bool:
         return loop.step == when["step"] and where == here
@@ -464,7 +464,7 @@ def test_a_start_that_fails_leaves_nothing_behind_on_any_rank(
 def noisy(
     rank: int, group: Any, run_dir: str, kind: str, probability: float, steps: int
 ) -> dict[str, Any]:
-    restless = random.Random()  # seeded by the system, differently in every process and replay
+    restless = random.SystemRandom()  # seeded by the system, differently in every process and replay
 
     def restlessly(value: torch.Tensor) -> torch.Tensor:
         if restless.random() >= probability:
