@@ -72,7 +72,9 @@ def main(steps: int, audit_every: int, only: str, write: bool) -> None:
         guarded = results[0]["guarded"]
         named = sorted(gauntlet.named(results[0]["broken"]["verdicts"]))
         found = broken or (f"rank {named[0]} named" if named else "nobody named")
-        table.add_row(name, ", ".join(guarded["coverage"]), healthy or "as plain", found)
+        row = (name, ", ".join(guarded["coverage"]), healthy or "as plain", found)
+        table.add_row(*row)
+        click.echo(" | ".join(row), err=True)
         whole = set(guarded["coverage"]) == {"full"}
         rows.append((name, guarded["coverage"][0], "" if whole else guarded["reason"][0]))
     pool.close()

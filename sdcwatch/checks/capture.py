@@ -48,7 +48,6 @@ from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.calling import Entrances, put_outermost
 from sdcwatch.checks.captured import (
     Alive,
-    Around,
     Arrivals,
     Backward,
     BackwardWindow,
@@ -257,7 +256,7 @@ class CallCapture:
         record.state_edges = tuple(map(internals.edge_of, carried))
         record.environment = numeric_environment()
         record.weights = self.weights()
-        record.around = Around(self.module, self.state)
+        record.look_around(self.module, self.state)
         try:
             record.frozen = freeze((record.args, record.kwargs, state), self.scope)
         except NotTransportable as error:
@@ -289,10 +288,7 @@ class CallCapture:
         self._sweep()
         self._host.learn(record.generators)
         if record.audit:
-            record.generators_after = read_generators(self.device)
-            if record.around is not None:
-                record.communicated, problem = record.around.left()
-                record.problem = record.problem or problem
+            record.look_back(read_generators(self.device))
         tensors = outputs_of(out)
         record.outputs = len(tensors)
         if not tensors:

@@ -138,6 +138,17 @@ class CallRecord:
         self.scalar: Tensor | None = None
         self.alive: weakref.ref[Alive] | None = None
 
+    def look_around(self, module: nn.Module, state: StateWatch) -> None:
+        """Before the call, on an audit step: what it may move that no replay can put back."""
+        self.around = Around(module, state)
+
+    def look_back(self, generators: Generators) -> None:
+        """After the call, on an audit step: what it has moved."""
+        self.generators_after = generators
+        if self.around is not None:
+            self.communicated, problem = self.around.left()
+            self.problem = self.problem or problem
+
     @property
     def dead(self) -> bool:
         """No backward can run through it any more."""

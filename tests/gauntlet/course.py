@@ -46,6 +46,9 @@ class Loop:
         because: A part of the reason that the preflight record must give, where it is not full.
         fault: The module that a broken device computes wrongly; the first Linear by default.
         left_out: Ranks that preflight finds to compute something else.
+        trial: The kind of trial that it is a variant of; "" for none.
+        software: A part of the operation by which software is told in an armed run; "" for none.
+        later: The coverage after something has come that preflight could not see; "" for the same.
     """
 
     name: str
@@ -54,6 +57,9 @@ class Loop:
     because: str = ""
     fault: str = ""
     left_out: tuple[int, ...] = ()
+    trial: str = ""
+    software: str = ""
+    later: str = ""
 
 
 LOOPS: dict[str, Loop] = {}
@@ -65,12 +71,13 @@ def loop(
     because: str = "",
     fault: str = "",
     left_out: tuple[int, ...] = (),
+    **more: Any,
 ) -> Callable[[Callable[[Course], None]], Callable[[Course], None]]:
     """Enter a loop into the gauntlet."""
 
     def enter(body: Callable[[Course], None]) -> Callable[[Course], None]:
         assert name not in LOOPS, name
-        LOOPS[name] = Loop(name, body, coverage, because, fault, left_out)
+        LOOPS[name] = Loop(name, body, coverage, because, fault, left_out, **more)
         return body
 
     return enter
@@ -114,6 +121,7 @@ class Course:
     nets: list[nn.Module] = field(default_factory=list)
     injector: Injector | None = None
     stopped: str = ""
+    step: int = 0
 
     def ddp(self, net: nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap a model, and note that its weights are to be compared in the end."""
@@ -136,6 +144,7 @@ class Course:
     def steps(self) -> Iterator[int]:
         """1, 2, ...: also tells the planted fault which step it is."""
         for step in range(1, self.last + 1):
+            self.step = step
             if self.injector is not None:
                 self.injector.begin_step(step)
             yield step
@@ -215,6 +224,13 @@ class Course:
             "skips": [(r.step, r.reason.value) for r in records if isinstance(r, UpdateSkipped)],
             "planted": 0 if self.injector is None else sum(p.changed for p in self.injector.log),
         }
+
+
+def several(
+    rank: int, group: Any, names: Sequence[str], kinds: Sequence[str], last: int, audit_every: int
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """`arms` of several loops, by name."""
+    return {name: arms(rank, group, name, kinds, last, audit_every) for name in names}
 
 
 def arms(
