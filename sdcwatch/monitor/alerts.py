@@ -17,6 +17,7 @@ from sdcwatch.core.catalog import (
     COVERAGE,
     GUARD_STATE,
     LAST_CLEAN_AUDIT_TIME,
+    LAST_EVENT_TIME,
     LAST_PROGRESS_TIME,
     LAST_WEIGHT_CHECK_TIME,
     NONFINITE,
@@ -418,7 +419,8 @@ def recent_finding(scope: Scope, limits: Thresholds) -> str:
     """A check named a device, or weights differed, so lately that its consequences are no news."""
     window = Window.of(limits.inhibits_for)
     named = select(VERDICTS, scope, outcome=Outcome.SUSPECT)
-    differ = select(VERDICTS, scope, check=Check.FINGERPRINT, outcome=TAINTING)
+    unnamed = tuple(outcome for outcome in TAINTING if outcome is not Outcome.SUSPECT)
+    differ = select(VERDICTS, scope, check=Check.FINGERPRINT, outcome=unnamed)
     return f"{recent(named, scope, window)} or {recent(differ, scope, window)}"
 
 
@@ -475,12 +477,14 @@ def silent(scope: Scope, limits: Thresholds) -> str:
     window = limits.silent_for
     steps = f"increase({select(STEPS, scope)}[{window}])"
     steps = summed(dedup_exporters(steps, scope, "kind"), scope)
-    probed = f"increase({select(VERDICTS, scope, check=Check.NONFINITE)}[{window}])"
-    verdicts = summed(dedup_exporters(probed, scope, "outcome", "cause"), scope)
+    passes = select(VERDICTS, scope, check=Check.NONFINITE, outcome=Outcome.PASS)
+    passed = f"{dedup_exporters(f'increase({passes}[{window}])', scope)} > 0"
+    found = dedup_exporters(select(LAST_EVENT_TIME, scope, check=Check.NONFINITE), scope)
+    verdicts = f"({passed} or {found} > time() - {duration_seconds(window)})"
     started = dedup_exporters(select(START_TIME, scope), scope)
     # A run younger than the window has not had the time to be silent.
     old = f"{started} < time() - {duration_seconds(window)}"
-    one = f"{steps} > 0 unless on ({by}) {verdicts} > 0 and on ({by}) {old}"
+    one = f"{steps} > 0 unless on ({by}) {verdicts} and on ({by}) {old}"
     checked = f"{dedup_exporters(select(LAST_WEIGHT_CHECK_TIME, scope), scope)} > 0"
     age = f"time() - ({checked}) > {duration_seconds(limits.weight_check_age)}"
     three = f"{age} and on ({by}) {steps} > 0"

@@ -180,11 +180,11 @@ def newest(selector: str, scope: Scope, window: Window = RANGE) -> str:
 def recent(selector: str, scope: Scope, window: Window, *labels: str) -> str:
     """Where a counter counted anything within the window; the value is positive, not a count."""
     value = last(selector, window)
-    started = last(select(START_TIME, scope), window)
-    young = f"{value} and on ({scope.process}) ({started} > time() - {window.seconds})"
-    born = f"{value} unless last_over_time({selector}[{scope.lookback}] offset {window.text})"
-    counted = f"increase({selector}[{window.text}]) > 0 or ({young} or {born}) > 0"
-    return dedup_exporters(counted, scope, *labels)
+    young = f"({last(select(START_TIME, scope), window)} > time() - {window.seconds})"
+    before = f"last_over_time({selector}[{scope.lookback}] offset {window.text})"
+    # Born inside the window, or counted by a process that was.
+    born = f"{value} > 0 unless ({before} unless on ({scope.process}) {young})"
+    return dedup_exporters(f"increase({selector}[{window.text}]) > 0 or {born}", scope, *labels)
 
 
 def _counted(selector: str, scope: Scope, window: Window) -> str:
@@ -195,14 +195,20 @@ def _counted(selector: str, scope: Scope, window: Window) -> str:
     counter has been higher.
     """
     now, peak = last(selector, window), f"max_over_time({selector}[{window.text}]{window.at})"
-    past = f"[{scope.lookback}]{window.at} offset {window.text}"
-    started = select(START_TIME, scope)
-    # What the same target counted before another process took its place is no start to count from.
-    other = f"last_over_time({started}{past}) < min_over_time({started}[{window.text}]{window.at})"
-    same = f"last_over_time({selector}{past}) unless on ({scope.process}) ({other})"
-    before = f"({same} or {peak} * 0)"
+    before = f"({_before(selector, scope, window)} or {peak} * 0)"
     grown = f"clamp_min({peak} - {before}, 0)"
     return f"{grown} + {now} * ({now} < bool ({grown} + {before}))"
+
+
+def _before(selector: str, scope: Scope, window: Window) -> str:
+    """What each process had counted when the window began; nothing where it was born later.
+
+    What the same target counted before another process took its place is no start to count from.
+    """
+    past = f"[{scope.lookback}]{window.at} offset {window.text}"
+    started = select(START_TIME, scope)
+    other = f"last_over_time({started}{past}) < min_over_time({started}[{window.text}]{window.at})"
+    return f"last_over_time({selector}{past}) unless on ({scope.process}) ({other})"
 
 
 def _over_segments(
@@ -220,11 +226,16 @@ def _over_segments(
 
 
 def total(selector: str, scope: Scope, window: Window, *labels: str) -> str:
-    """How often a counter counted within the window, births and restarts included."""
+    """How often a counter counted within the window, births and restarts included.
+
+    One that is 0 may have no answer.
+    """
     restarted = f"resets({selector}[{window.text}]{window.at}) > 0"
     # What a process counted before another took its target over is known to `increase` only.
-    many = f"round(increase({selector}[{window.text}]{window.at})) and {restarted}"
-    counted = f"{many} or {_counted(selector, scope, window)}"
+    many = f"round(increase({selector}[{window.text}]{window.at})) > 0 and {restarted}"
+    # Most counters are 0: they are left out before anything is matched.
+    now = f"({last(selector, window)} > 0)"
+    counted = f"{many} or {now} - ({_before(selector, scope, window)}) >= 0 or {now}"
     return _over_segments(counted, selector, scope, window, labels)
 
 

@@ -86,14 +86,19 @@ def active(scope: Scope) -> str:
     return f"{dedup_exporters(select(GUARD_STATE, scope, state=ACTIVE), scope)} == 1"
 
 
+def _exported(scope: Scope) -> str:
+    """One series of each process, whatever it says: a one-hot gauge always has every state."""
+    return select(GUARD_STATE, scope, state=GuardState.ARMED)
+
+
 def alive(scope: Scope) -> str:
     """A value for each run that any process exports now."""
-    return dedup_exporters(select(GUARD_STATE, scope), scope)
+    return dedup_exporters(_exported(scope), scope)
 
 
 def present(scope: Scope, window: Window = RANGE) -> str:
     """0 for each run that was exported within the window."""
-    return f"{dedup_exporters(last(select(GUARD_STATE, scope), window), scope)} * 0"
+    return f"{dedup_exporters(last(_exported(scope), window), scope)} * 0"
 
 
 def or_none(counts: str, scope: Scope) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from sdcwatch.core.catalog import (
     CHECKPOINT_INFO,
+    GUARD_STATE,
     LAST_EVENT_STEP,
     RUN_INFO,
     SUSPECT_INFO,
@@ -84,7 +85,8 @@ def _newest_text(metric: Metric, by: tuple[str, ...], keep: tuple[str, ...]) -> 
 
 def _going_on(scope: Scope) -> str:
     lives = run_queries.active(scope)
-    ended = f"{run_queries.present(scope, DAY)} + 1 unless on ({scope.labels()}) ({lives})"
+    known = dedup_exporters(last(select(GUARD_STATE, scope), DAY), scope)
+    ended = f"{known} unless on ({scope.labels()}) ({lives})"
     return " or ".join(
         f'label_replace({expression}, "now", "{word}", "", "")'
         for expression, word in ((lives, "goes on"), (ended, "has stopped"))

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.rulefiles import alertmanager_settings
+from sdcwatch.monitor.rulefiles import alertmanager_settings, example_receivers
 
 RULES = Path(__file__).parents[2] / "alerts" / "sdcwatch.rules.yml"
 
@@ -103,16 +103,25 @@ class Inbox:
         """Until what has arrived is as wanted."""
         deadline = time.monotonic() + 40
         while not wanted(self.mails):
-            summary = [(p, [a["labels"] for a in m["alerts"]]) for p, m in self.mails]
+            summary = [(p, [a["labels"] for a in m.get("alerts", ())]) for p, m in self.mails]
             assert time.monotonic() < deadline, summary
             time.sleep(0.1)
 
 
 @contextlib.contextmanager
-def quick_alertmanager(notify: str, folder: Path) -> Iterator[str]:
-    """A real Alertmanager with our routes, quick, that notifies one URL; its own URL."""
+def quick_alertmanager(notify: str, folder: Path, *, pages: bool = False) -> Iterator[str]:
+    """A real Alertmanager with our routes, quick, that notifies one URL; its own URL.
+
+    Args:
+        notify: Where notifications go.
+        folder: For its data.
+        pages: Pages go through the integrations of the example too, with their titles and texts.
+    """
     program = binary("prometheus-alertmanager", "alertmanager")
     settings = alertmanager_settings(MonitorConfig(), notify)
+    if pages:
+        page = next(r for r in settings["receivers"] if r["name"] == "page")
+        page |= _integrations(notify, folder)
     for route in (settings["route"], *settings["route"]["routes"]):
         route |= {"group_wait": "1s", "group_interval": "1s"}
     (folder / "alertmanager.yml").write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -126,6 +135,24 @@ def quick_alertmanager(notify: str, folder: Path) -> Iterator[str]:
     ]
     with server(command, f"{url}/api/v2/status", folder):
         yield url
+
+
+def _integrations(notify: str, folder: Path) -> dict[str, Any]:
+    """Slack, PagerDuty and Opsgenie as in the example, but for where they are and the keys."""
+    (example,) = (r for r in example_receivers() if r["name"] == "page")
+    key = folder / "key"
+    key.write_text("k", encoding="utf-8")
+    (slack,) = example["slack_configs"]
+    (pager,) = example["pagerduty_configs"]
+    (opsgenie,) = example["opsgenie_configs"]
+    slack = {k: v for k, v in slack.items() if k != "api_url_file"}
+    return {
+        "slack_configs": [{**slack, "api_url": f"{notify}/slack"}],
+        "pagerduty_configs": [
+            {**pager, "routing_key_file": str(key), "url": f"{notify}/pagerduty"}
+        ],
+        "opsgenie_configs": [{**opsgenie, "api_key_file": str(key), "api_url": f"{notify}/"}],
+    }
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from sdcwatch.core.catalog import (
     STEPS_AT_RISK,
     VERDICTS,
 )
-from sdcwatch.core.records import CheckpointResult, RunWord
+from sdcwatch.core.records import CheckpointResult, Outcome, RunWord
 from sdcwatch.monitor import run_queries
 from sdcwatch.monitor.boards.board import (
     COSTS,
@@ -47,7 +47,7 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
     live = run_queries.active(scope)
     unproven = run_queries.runs_with(scope, RunWord.NOT_CHECKED, RunWord.PARTLY_CHECKED)
     tainted = run_queries.runs_with(scope, RunWord.TAINTED)
-    checks = f"sum(rate({select(VERDICTS, scope)}[{RATE}]))"
+    checks = f"sum(rate({select(VERDICTS, scope, outcome=Outcome.PASS)}[{RATE}]))"
     audited = run_queries.current(LAST_CLEAN_AUDIT_TIME, scope)
     oldest = f"max(time() - ({audited} > 0 and on ({scope.labels()}) {live}))"
     none = f"count({run_queries.present(scope)}) * 0"
@@ -102,8 +102,9 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
             ),
         )),
         (7, 3, stat_panel(
-            "Verdicts / s",
-            "Verdicts of all checks of all live runs. 0 while runs are guarded: nobody looks.",
+            "Passes / s",
+            "Checks of all live runs that passed, per second. 0 while runs are guarded: nobody "
+            "looks, or nothing passes.",
             Query(checks, kind="instant"),
             show=Show(unit="none", decimals=1, steps=NEUTRAL, empty="no live run"),
         )),
