@@ -13,12 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from sdcwatch.core import introduction
+from sdcwatch.core.topology import EVERYBODY
 from sdcwatch.doctor.facts import Facts, Folder
 
 OLDEST_TORCH = (2, 8)
 """The first whose gloo can connect on demand; pyproject.toml promises the same."""
 FILES_BESIDES = 512
 """Open files that a training has for other things than the sockets of gloo."""
+THREADS_OF_A_RANK = 256
+"""Threads that a rank may have, data loaders included."""
+LOCKED_MEMORY_BYTES = 64 * 2**20
+"""Less than what NCCL registers for one connection over InfiniBand."""
+COMPILES_WRONGLY = (2, 10)
+"""The first torch whose inductor fuses reductions as in pytorch/pytorch#193061."""
 HEARTBEAT_SECONDS = 480.0
 """What TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC is unless set."""
 WORKSPACES = (":4096:8", ":16:8")
@@ -261,6 +269,19 @@ def _heartbeat(facts: Facts) -> Iterator[Finding]:
 
 def races(facts: Facts) -> Iterator[Finding]:
     """Faults of torch and gloo, known by version, that look like corruption or a hang."""
+    software, switch = facts.software, "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
+    affected = software.torch is not None and _release(software.torch) >= COMPILES_WRONGLY
+    if affected and software.gpus and facts.variables.get(switch) != "0":
+        yield Finding(
+            level=Level.WARNING,
+            topic="replay",
+            name="torch.compile",
+            found=f"torch {software.torch}: inductor may leave a part of a gradient unwritten, so "
+            "that healthy devices differ from run to run (pytorch/pytorch#193061, and #188890 "
+            "since 2.12)",
+            do=f"export {switch}=0 where a model is compiled, or install a torch that holds "
+            "pytorch/pytorch#193103.",
+        )
     if _on(facts, "TORCH_GLOO_LAZY_INIT"):
         yield Finding(
             level=Level.WARNING,
@@ -410,8 +431,9 @@ def ports(facts: Facts) -> Iterator[Finding]:
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
-    """Open files against the sockets that gloo needs, and shared memory."""
+    """Open files against the sockets that gloo needs, threads, locked and shared memory."""
     yield _open_files(facts)
+    yield from _ulimits(facts)
     memory = facts.shared_memory
     if memory is None:
         return
@@ -427,28 +449,56 @@ def limits(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def files_needed(ranks: int) -> int:
-    """Open files that one rank needs: two full meshes of gloo, the training's and the guard's."""
-    return 2 * (ranks - 1) + FILES_BESIDES
+def files_needed(ranks: int, *, mesh: bool) -> int:
+    """Open files that one rank needs.
+
+    Args:
+        ranks: Number of ranks.
+        mesh: Whether training itself goes over gloo, which connects each rank with every other.
+            The guard connects with a few, however many there are.
+    """
+    guard = introduction.files_needed(ranks, min(ranks - 1, EVERYBODY))
+    return guard + (ranks - 1 if mesh else 0) + FILES_BESIDES
 
 
 def _open_files(facts: Facts) -> Finding:
     soft, hard = facts.open_files
-    most = (hard - FILES_BESIDES) // 2 + 1
-    ranks = facts.job.ranks
-    carries = "any number of ranks" if hard < 0 else f"up to {most:,} ranks"
+    ranks, mesh = facts.job.ranks, not facts.software.gpus
     limit = f"{_limit(soft)}, at most {_limit(hard)}"
     if ranks is None:
-        return Finding(topic="limits", name="open files", found=f"{limit}: {carries}")
-    need = files_needed(ranks)
+        return Finding(topic="limits", name="open files", found=f"{limit}; see --ranks")
+    need = files_needed(ranks, mesh=mesh)
     if 0 <= hard < need:
         level, do = Level.PROBLEM, f"Raise the hard limit (LimitNOFILE, limits.conf) to {need:,}."
-    elif 0 <= soft < need:
+    elif mesh and 0 <= soft < need:  # the guard raises the soft one; the training is there before
         level, do = Level.WARNING, f"ulimit -n {need}"
     else:
         level, do = Level.OK, ""
     found = f"{limit}; {ranks:,} ranks may need {need:,}"
     return Finding(level=level, topic="limits", name="open files", found=found, do=do)
+
+
+def _ulimits(facts: Facts) -> Iterator[Finding]:
+    """Threads, and memory that InfiniBand registers: too little ends a process at its start."""
+    need = THREADS_OF_A_RANK * facts.job.ranks_per_node
+    if 0 <= facts.processes < need:
+        yield Finding(
+            level=Level.WARNING,
+            topic="limits",
+            name="processes",
+            found=f"{facts.processes:,} for this user: {facts.job.ranks_per_node:,} ranks may have "
+            f"{need:,} threads, and one that cannot start ends its process",
+            do=f"ulimit -u {need}",
+        )
+    locked = facts.locked_memory_bytes
+    if facts.software.gpus and facts.job.several_nodes and 0 <= locked < LOCKED_MEMORY_BYTES:
+        yield Finding(
+            level=Level.WARNING,
+            topic="limits",
+            name="locked memory",
+            found=f"{locked // 1024:,} KiB: over InfiniBand NCCL ends with ibv_reg_mr failed",
+            do="ulimit -l unlimited",
+        )
 
 
 def _limit(value: int) -> str:

@@ -123,6 +123,8 @@ class Facts:
         kernel_variables: Those of them that choose kernels.
         cores: Cores that this process may use.
         open_files: Soft and hard limit on open files; -1 is none.
+        processes: Processes and threads that this user may have; -1 is no limit.
+        locked_memory_bytes: Memory that a process may lock; -1 is no limit.
         ports: Ports of /metrics to why each cannot be bound, "" for a free one.
         shared_memory: /dev/shm; None where there is none.
         time: Seconds since the epoch.
@@ -137,6 +139,8 @@ class Facts:
     kernel_variables: Mapping[str, str] = field(default_factory=dict)
     cores: int = 1
     open_files: tuple[int, int] = (-1, -1)
+    processes: int = -1
+    locked_memory_bytes: int = -1
     ports: Mapping[int, str] = field(default_factory=dict)
     shared_memory: Folder | None = None
     run_dir: Folder

@@ -57,6 +57,8 @@ def read_facts(
         kernel_variables=launcher_environment().kernel_variables,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        processes=_limit("RLIMIT_NPROC"),
+        locked_memory_bytes=_limit("RLIMIT_MEMLOCK"),
         ports={port: _why_taken(host, port)} if port else {},
         shared_memory=_read_folder(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None,
         run_dir=_read_folder(where),
@@ -64,6 +66,12 @@ def read_facts(
         time=time.time(),
         clock_synchronised=_clock_synchronised(),
     )
+
+
+def _limit(name: str) -> int:
+    """The soft limit of a name that not every system has; -1 where nothing is limited."""
+    number = getattr(resource, name, None)
+    return -1 if number is None else resource.getrlimit(number)[0]
 
 
 def _number(variables: dict[str, str], name: str) -> int | None:

@@ -24,7 +24,11 @@ GPU = Software(
 SOUND = Facts(
     software=GPU,
     job=Job(ranks=16, ranks_per_node=8),
-    variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"},
+    variables={
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "PYTHONHASHSEED": "0",
+        "TORCHINDUCTOR_MIX_ORDER_REDUCTION": "0",
+    },
     cores=64,
     open_files=(1024, 1048576),
     ports={9464: ""},
@@ -237,21 +241,36 @@ CASES: list[tuple[str, Facts, Level, str]] = [
     ),
     (
         "open files",
-        replace(SOUND, open_files=(1024, 4096), job=Job(ranks=4096)),
+        replace(CPU, open_files=(1024, 4096), job=Job(ranks=4096)),
         PROBLEM,
-        "1,024, at most 4,096; 4,096 ranks may need 8,702",
+        "1,024, at most 4,096; 4,096 ranks may need 4,720",
     ),
     (
         "open files",
-        replace(SOUND, open_files=(1024, -1), job=Job(ranks=4096)),
+        replace(CPU, open_files=(1024, -1), job=Job(ranks=4096)),
         WARNING,
         "1,024, at most no limit",
     ),
     (
         "open files",
-        replace(SOUND, open_files=(1024, 4096), job=Job()),
+        replace(SOUND, open_files=(256, 1024), job=Job(ranks=16384)),
         OK,
-        "up to 1,793 ranks",
+        "256, at most 1,024; 16,384 ranks may need 633",
+    ),
+    ("open files", replace(SOUND, open_files=(256, 512)), PROBLEM, "16 ranks may need"),
+    ("open files", replace(SOUND, open_files=(256, 512), job=Job()), OK, "see --ranks"),
+    (
+        "processes",
+        replace(SOUND, processes=1024),
+        WARNING,
+        "1,024 for this user: 8 ranks may have 2,048 threads",
+    ),
+    ("locked memory", replace(SOUND, locked_memory_bytes=2**16), WARNING, "64 KiB: over Infini"),
+    (
+        "torch.compile",
+        replace(SOUND, variables={}),
+        WARNING,
+        "torch 2.13.0+cu130: inductor may leave a part of a gradient unwritten",
     ),
     (
         "/dev/shm",
@@ -309,6 +328,13 @@ def test_the_gravest_finding_counts() -> None:
     assert worst([]) is OK
 
 
-def test_a_rank_needs_a_socket_for_each_other_rank_in_two_meshes() -> None:
-    assert files_needed(16384) - files_needed(16383) == 2
-    assert files_needed(1) == 512
+def test_training_over_gloo_needs_a_socket_for_each_other_rank_and_the_guard_does_not() -> None:
+    assert files_needed(16384, mesh=True) - files_needed(16383, mesh=True) == 1
+    assert files_needed(16384, mesh=False) == files_needed(16383, mesh=False) < 1024
+
+
+@pytest.mark.parametrize("software", [replace(GPU, torch="2.9.1"), CPU.software])
+def test_a_fault_of_torch_is_told_only_where_it_can_strike(software: Software) -> None:
+    told = examine(replace(SOUND, software=software, variables={}))
+
+    assert "torch.compile" not in [f.name for f in told]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -252,12 +253,10 @@ def resuming(rank: int, group: Any, run_dir: str) -> dict[str, Any]:
     make_trainer(made, max_epochs=1, max_steps=-1).fit(Model(), loader(rank))
     told_before = len(made.memory.records)
     trainer = make_trainer(made, max_epochs=2, max_steps=2 * STEPS)
-    trainer.fit(
-        Model(),
-        loader(rank),
-        ckpt_path=str(made.run_dir / f"step={STEPS}.ckpt"),
-        weights_only=False,
-    )
+    checkpoint: dict[str, Any] = {"ckpt_path": str(made.run_dir / f"step={STEPS}.ckpt")}
+    if "weights_only" in inspect.signature(trainer.fit).parameters:  # not in Lightning 2.4
+        checkpoint["weights_only"] = False
+    trainer.fit(Model(), loader(rank), **checkpoint)
     trainer.strategy.barrier()
 
     told = made.memory.records[told_before:]
@@ -295,7 +294,8 @@ def failing(rank: int, group: Any, run_dir: str) -> dict[str, Any]:
     made = harness(rank, run_dir)
     pl.seed_everything(0, verbose=False)
     model = Failing()
-    emergency = ModelCheckpoint(dirpath=made.run_dir / "kept", save_on_exception=True)
+    emergency = ModelCheckpoint(dirpath=made.run_dir / "kept")
+    emergency.save_on_exception = True  # an argument since Lightning 2.6
     trainer = make_trainer(made, more=[emergency])
     with pytest.raises(ValueError, match="a label is out of range"):
         trainer.fit(model, loader(rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,13 @@ TABLE = PAGE.split("| what | |")[1].split("\n\n")[0]
 ROWS = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in TABLE.splitlines()[2:]]
 
 
+@functools.cache
 def functions_of(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+@functools.cache
 def loops() -> set[str]:
     """Names of the gauntlet's loops: whatever it enters by a name or from a dictionary."""
     found: set[str] = set()
