@@ -190,6 +190,8 @@ class GuardConfig:
         scaler: The GradScaler of the loop; found by itself where there is one.
         max_payload_mb: Largest micro-batch, in MiB, that an audit may send, and the most that a
             step may keep for a replay; beyond it coverage is off, or that audit is not run.
+        local: Patterns of the parameters and buffers that belong to each rank alone, as in a shell
+            (``("experts.*",)``): left out of comparisons between ranks, as DDP's ignore list is.
         comm_hook: ``(state, hook)`` of your own DDP communication hook, composed with the guard's.
         telemetry: Where records go; "off" for events.jsonl alone.
         console: Print one line per event on the leader.
@@ -220,6 +222,7 @@ class GuardConfig:
     seed: int = 0
     scaler: Any = None
     max_payload_mb: int = 1024
+    local: tuple[str, ...] = ()
     comm_hook: tuple[object, Callable[..., Any]] | None = None
     telemetry: TelemetryConfig | Literal["off"] = field(default_factory=TelemetryConfig)
     console: bool = True
@@ -231,7 +234,15 @@ class GuardConfig:
             _positive(name, getattr(self, name), optional=True)
         for name in ("max_consecutive_skips", "preflight_micro_batches", "max_payload_mb"):
             _positive(name, getattr(self, name))
+        if isinstance(self.local, list):
+            object.__setattr__(self, "local", tuple(self.local))
         require_types(self)
+        expect(
+            all(isinstance(pattern, str) and pattern for pattern in self.local),
+            "`local` to hold names or patterns of tensors",
+            self.local,
+            'Pass strings, such as local=("experts.*",).',
+        )
         _one_of("quorum", str(self.quorum), ("2", "3"))
         for name in ("start_step", "max_audit_age"):
             value = getattr(self, name)
@@ -293,6 +304,7 @@ class GuardOptions(TypedDict, total=False):
     seed: int
     scaler: Any
     max_payload_mb: int
+    local: Sequence[str]
     comm_hook: tuple[object, Callable[..., Any]] | None
     telemetry: TelemetryConfig | Literal["off"]
     console: bool
@@ -337,6 +349,8 @@ def _parse(name: str, text: str) -> Any:
             return float(text)
         if name in ("buffers", "console", "handle_sigterm"):
             return _BOOLEANS[text.lower()]
+        if name == "local":
+            return tuple(part.strip() for part in text.split(",") if part.strip())
     except (ValueError, KeyError):
         variable = f"SDCWATCH_{name.upper()}"
         msg = f"Expected {variable} to be readable as `{name}`, but got {text!r}. Correct it."

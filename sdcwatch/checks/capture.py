@@ -35,7 +35,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -54,9 +54,9 @@ from sdcwatch.checks.captured import (
     CallRecord,
     InertCopyHook,
     Kept,
+    Replicas,
     containers,
 )
-from sdcwatch.checks.fingerprint import combine, digest_tensors, salt
 from sdcwatch.checks.module_state import (
     HostGenerators,
     StateWatch,
@@ -96,10 +96,11 @@ class CallCapture:
         device: Device of the module.
         on_gradient: Called inside a backward at its first gradient.
         audit: Whether the call that begins is to be audited.
+        local: Names of parameters that other ranks hold otherwise: in no digest.
         max_kept_bytes: What plain steps and `keep` may hold at most.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - most of it by name
         self,
         module: nn.Module,
         parameters: Sequence[tuple[str, nn.Parameter]],
@@ -107,6 +108,7 @@ class CallCapture:
         *,
         on_gradient: Callable[[], None] = lambda: None,
         audit: Callable[[], bool] = lambda: False,
+        local: Collection[str] = (),
         max_kept_bytes: int = 1 << 30,
     ) -> None:
         self.module, self.device = module, device
@@ -115,7 +117,7 @@ class CallCapture:
         self.scope = Scope(module, device)
         self.state = StateWatch(module, self.scope)
         self._parameters = [p for _, p in self.named]
-        self._salts = tuple(salt(n, p) for n, p in self.named)
+        self.replicas = Replicas(self.named, local)
         self._on_gradient, self._audit = on_gradient, audit
         self._max_kept_bytes = max_kept_bytes
         self._thread = threading.local()
@@ -519,13 +521,12 @@ class CallCapture:
         # Copies of the records: the records themselves let go of their inputs.
         held = {copy.copy(record): a for record, a in arrivals.items()}
         probes = [s for record in arrivals for s in record.probes]
+        problem = self.failure or self.replicas.missed(window.log)
         backward = Backward(
             len(arrivals),
             audited,
             sum(r.held_bytes + a.held_bytes for r, a in held.items()),
-            functools.partial(
-                make_micro_batch, window, held, self.state, self.signatures, self.failure
-            ),
+            functools.partial(make_micro_batch, window, held, self.state, self.signatures, problem),
             probes=stacked(probes, self.device),
             arrived=stacked(window.probes, self.device),
             loss=next((r.scalar for r in reversed(list(arrivals))), None),
@@ -539,7 +540,7 @@ class CallCapture:
         return replace(
             backward,
             outputs=output_digests(arrivals, self.device),
-            gradients=gradient_table(window, arrivals, self.device),
+            gradients=self.replicas.rows(gradient_table(window, arrivals, self.device)),
             doors=find_side_doors(roots, graphs, names),
             roots_known=bool(roots),
             weights=torch.stack([*calls, self.weights()]),
@@ -556,8 +557,8 @@ class CallCapture:
     # --- what stays ---
 
     def weights(self) -> Tensor:
-        """The fingerprint of all weights now, int64 (2,), on the device; does not wait."""
-        return combine(digest_tensors([p.detach() for p in self._parameters]), self._salts)
+        """The fingerprint of all replicas now, int64 (2,), on the device; does not wait."""
+        return self.replicas.fingerprint()
 
     def keep(self, backward: Backward) -> None:
         """Set aside a backward of a step that goes on; the earliest go when it gets too much."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from sdcwatch.checks import torch_internals as internals
+from sdcwatch.checks.fingerprint import combine, digest_tensors, salt
 from sdcwatch.checks.gradients import GradientLog
 from sdcwatch.checks.hidden import HiddenState, advanced
 from sdcwatch.checks.module_state import Autocast, Generators, StateWatch, read_autocast
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.serialise import Frozen, tensors_in
 from sdcwatch.checks.torch_internals import Edge
+from sdcwatch.core.text import list_names
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Backward:
         held_bytes: What it keeps from being freed until it is forgotten.
         make: Makes `micro_batch`.
         outputs: int64 (k, 2), digests of the outputs that got a gradient; None unless audited.
-        gradients: int64 (n, 2), one digest per parameter of the gradient of this backward, None
-            being a value; None unless audited.
+        gradients: int64 (n, 2), one digest per compared parameter of the gradient of this
+            backward, None being a value; None unless audited.
         screens: float32 (m,): the sums of the outputs, non-finite where an output holds a NaN or an
             infinity, or where its sum overflows.
         arrived: float32 (k,): the same of the gradients that arrived at outputs.
@@ -78,6 +80,39 @@ class Kept:
 
     backwards: tuple[Backward, ...]
     dropped: int
+
+
+class Replicas:
+    """Which parameters of a module other ranks hold too.
+
+    Args:
+        named: Name and parameter of all.
+        local: Names of those that belong to this rank alone.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], local: Collection[str]) -> None:
+        held = [(i, n, p) for i, (n, p) in enumerate(named) if n not in local]
+        self._places, self._tensors = [i for i, _, _ in held], [p for _, _, p in held]
+        self._salts = tuple(salt(n, p) for _, n, p in held)
+        self._apart = {i: n for i, (n, _) in enumerate(named) if n in local}
+
+    def fingerprint(self) -> Tensor:
+        """Of all of them now, int64 (2,), on the device; does not wait."""
+        return combine(digest_tensors([p.detach() for p in self._tensors]), self._salts)
+
+    def rows(self, table_N2: Tensor) -> Tensor:
+        """Their rows of a table of all parameters."""
+        return table_N2[self._places] if self._apart else table_N2
+
+    def missed(self, log: GradientLog) -> str:
+        """Why no other rank can repeat a backward, by the gradients that arrived; or ""."""
+        used = sorted(log.arrived & self._apart.keys()) if self._apart else ()
+        if not used:
+            return ""
+        return (
+            f"the forward uses {list_names([self._apart[i] for i in used])}, of which each rank "
+            "has its own: it is not the same function on every rank, and no other can repeat it"
+        )
 
 
 class Alive:

@@ -68,6 +68,11 @@ class GradientLog:
         if self._waiting_bytes > WAITING_BYTES:
             self._flush()
 
+    @property
+    def arrived(self) -> set[int]:
+        """Positions of the parameters at which a gradient has arrived."""
+        return {index for index, digests in enumerate(self._digests) if digests}
+
     def table(self, device: torch.device) -> Tensor:
         """The int64 table (n, 2); a parameter without a gradient has the digest of None."""
         self._flush()

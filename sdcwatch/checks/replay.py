@@ -63,7 +63,7 @@ class ReplayResult:
 
     Attributes:
         outputs: int64 (k, 2), digests of the outputs that got a gradient; None after an error.
-        gradients: int64 (n, 2), one digest per parameter; None after an error.
+        gradients: int64 (n, 2), one digest per compared parameter; None after an error.
         inner_equal: The parts of output gradients that come from inside are the producer's.
         outputs_nonfinite: Whether one of these outputs holds NaN or infinity.
         gradients_nonfinite: Whether a gradient does.
@@ -301,7 +301,7 @@ class _Run:
         device = self._capture.device
         for number, output in enumerate(self._outputs):
             self._tell_result(f"output {number}", output)
-        table_N2 = self._log.table(device)
+        table_N2 = self._capture.replicas.rows(self._log.table(device))
         rows = [digest_gradient(t) for t in self._outputs]
         empty = torch.zeros((0, 2), dtype=torch.int64, device=device)
         return ReplayResult(

@@ -3,7 +3,8 @@
 | what is known | says |
 |---|---|
 | replicas differ before the first update of the segment | `UNATTRIBUTED`, cause software |
-| the optimizers' numbers differ (`OptimizerFacts`), or the loss scales | as above |
+| what the optimizers did differs (`OptimizerFacts`) | as above |
+| ranks that dissent wrote into the tensors, or gradients, another number of times | as above |
 | a rank dissents on every tensor of an optimizer | `UNATTRIBUTED`, cause unknown, both readings |
 | a rank dissents from a strict majority on some tensors | `SUSPECT` |
 | no strict majority holds the same bits | `UNATTRIBUTED` |
@@ -18,8 +19,8 @@ Only the tensors that differ are looked at, so the work is linear in ranks times
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from sdcwatch.core.records import Cause, Disagreement, Outcome
@@ -32,35 +33,58 @@ SIDES_SHOWN = 8
 """Sides of a disagreement that a record lists, the largest first."""
 RANKS_SHOWN = 64
 """Ranks of each side that a record lists."""
+NUMBERS_ASKED = 4
+"""Ranks that tell the numbers of their optimizers where these differ."""
+NUMBERS_SHOWN = 3
+"""Numbers in which optimizers differ that a reason tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """Numbers of one rank's optimizers: where they differ, weights differ because of software.
+    """What one rank's software did: where that differs, weights differ because of it.
+
+    All counts are since the replicas were last found equal.
 
     Attributes:
-        updates: Updates made since the start of the run, by all guarded optimizers.
+        updates: Updates made by all guarded optimizers.
         skips: Updates skipped.
         scale: Loss scale of its GradScaler; None if there is none.
-        groups: Digest of the numbers in `param_groups`: learning rates, betas, weight decay.
-        steps: Digest of the steps that the optimizers' state counts.
+        rates: Learning rates of these updates, added up; None if they are tensors.
+        groups: Digest of `param_groups`: who is in them, learning rates, betas, weight decay.
+        steps: Digest of the steps that the optimizers' state counts, and of what is in it.
+        loaded: Digest of the optimizers' state when the guard was made and at each load since.
+        writes: In-place writes into the tensors that differ, as torch counts them: a rank's own
+            code writes so, a broken memory cell does not.
+        gradient_writes: The same of their gradients, between backward and update.
+        untouched: No update has been made in this segment.
     """
 
     updates: int = 0
     skips: int = 0
     scale: float | None = None
+    rates: float | None = None
     groups: str = ""
     steps: str = ""
+    loaded: str = ""
+    writes: int = 0
+    gradient_writes: int = 0
+    untouched: bool = False
 
 
 _FACT_IN_WORDS = {
     "updates": "updates made",
     "skips": "updates skipped",
-    "scale": "loss scale",
+    "scale": "loss scales of the GradScalers",
+    "rates": "learning rates of the updates, added up",
     "groups": "numbers in param_groups (learning rate, betas, weight decay)",
     "steps": "steps counted by the optimizers",
+    "loaded": "optimizer state as it was loaded",
 }
-_DIGESTS = ("groups", "steps")
+_WRITES_IN_WORDS = {
+    "writes": "in-place writes into these weights",
+    "gradient_writes": "in-place writes into their gradients after the backward",
+}
+_DIGESTS = ("groups", "steps", "loaded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +93,19 @@ class SoftwareFacts:
 
     Attributes:
         optimizers: One per rank; empty if not asked.
+        numbers: Clauses about single numbers in which the optimizers differ; see
+            `differing_numbers`.
         first: No update has been made in this segment: no device has computed anything yet.
+        since: Step at which the replicas were last equal; None if not known.
         tensors_total: Tensors compared; None if all of them are in the tables.
         differing_total: Tensors that differ; None if all of them are in the tables.
         trained: For each optimizer the names of the tensors that it updates; empty if not known.
     """
 
     optimizers: Sequence[OptimizerFacts] = ()
+    numbers: Sequence[str] = ()
     first: bool = False
+    since: int | None = None
     tensors_total: int | None = None
     differing_total: int | None = None
     trained: Sequence[Collection[str]] = ()
@@ -147,25 +176,63 @@ def _column(tensor: str, column: Sequence[Fingerprint]) -> _Column | None:
     return _Column(tensor, listed, dissenters, strict)
 
 
+def _sides(values: Iterable[str]) -> list[tuple[str, list[int]]]:
+    """The largest sides, and which ranks are on each."""
+    sides: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        sides.setdefault(value, []).append(rank)
+    return sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))[:SIDES_SHOWN]
+
+
+def _clause(words: str, facts: Sequence[OptimizerFacts], name: str) -> str:
+    """Which ranks have which value, or "" if all have the same."""
+    values = [getattr(fact, name) for fact in facts]
+    ordered = _sides(map(repr, values))
+    # A scaler that lives on some ranks only may be one that has ended, or another model's.
+    if len(ordered) < 2 or (name == "scale" and None in values):
+        return ""
+    if name in _DIGESTS:
+        return f"{words}: {' against '.join(list_ranks(ranks) for _, ranks in ordered)}"
+    return f"{words}: {', '.join(f'{value} on {list_ranks(ranks)}' for value, ranks in ordered)}"
+
+
 def differing_facts(facts: Sequence[OptimizerFacts]) -> tuple[str, ...]:
-    """The numbers in which ranks differ, as clauses that say which ranks have which."""
+    """What the optimizers did differently, as clauses that say which ranks did what."""
+    clauses = (_clause(words, facts, name) for name, words in _FACT_IN_WORDS.items())
+    return tuple(clause for clause in clauses if clause)
+
+
+def asked_numbers(facts: Sequence[OptimizerFacts]) -> tuple[int, ...]:
+    """One rank of each of the largest sides whose optimizers hold other numbers; empty if none."""
+    sides = _sides(f"{fact.groups} {fact.steps}" for fact in facts)
+    return tuple(ranks[0] for _, ranks in sides[:NUMBERS_ASKED]) if len(sides) > 1 else ()
+
+
+def differing_numbers(
+    rows: Mapping[int, Mapping[str, str]], facts: Sequence[OptimizerFacts]
+) -> tuple[str, ...]:
+    """The first numbers in which optimizers differ, and on which ranks.
+
+    Args:
+        rows: Of each of `asked_numbers` what its optimizers hold, by name.
+        facts: Of all ranks: those with equal digests hold what the one that was asked holds.
+    """
+    like: dict[tuple[str, str], list[int]] = {}
+    for rank, fact in enumerate(facts):
+        like.setdefault((fact.groups, fact.steps), []).append(rank)
     said = []
-    for name in (f.name for f in fields(OptimizerFacts)):
+    for name in dict.fromkeys(n for row in rows.values() for n in row):
         sides: dict[str, list[int]] = {}
-        for rank, fact in enumerate(facts):
-            sides.setdefault(repr(getattr(fact, name)), []).append(rank)
-        if len(sides) < 2:
-            continue
-        ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))[:SIDES_SHOWN]
-        if name in _DIGESTS:
-            parts = " against ".join(list_ranks(ranks) for _, ranks in ordered)
-        else:
-            parts = ", ".join(f"{value} on {list_ranks(ranks)}" for value, ranks in ordered)
-        said.append(f"{_FACT_IN_WORDS[name]}: {parts}")
-    return tuple(said)
+        for rank, row in rows.items():
+            ranks = like[facts[rank].groups, facts[rank].steps]
+            sides.setdefault(row.get(name, "missing"), []).extend(ranks)
+        if len(sides) > 1:
+            parts = (f"{value} on {list_ranks(ranks)}" for value, ranks in sides.items())
+            said.append(f"{name}: {', '.join(parts)}")
+    return tuple(said[:NUMBERS_SHOWN])
 
 
-def _software(facts: SoftwareFacts, differing: int) -> str | None:
+def _software(facts: SoftwareFacts, columns: Sequence[_Column], differing: int) -> str | None:
     """Why it is software that made the replicas differ, or None."""
     if facts.first:
         return (
@@ -173,13 +240,47 @@ def _software(facts: SoftwareFacts, differing: int) -> str | None:
             "update in this segment: they were not loaded or initialized alike; software, so no "
             "device is named"
         )
+    since = "" if facts.since is None else f" since step {facts.since}, when they were equal"
     said = differing_facts(facts.optimizers)
-    if not said:
-        return None
-    return (
-        f"replicas differ on {count(differing, 'tensor')}, and so do the numbers of their "
-        f"optimizers ({'; '.join(said)}): software, so no device is named"
-    )
+    if said:
+        exactly = f"; {'; '.join(facts.numbers)}" if facts.numbers else ""
+        return (
+            f"replicas differ on {count(differing, 'tensor')}, and so does what their optimizers "
+            f"did{since} ({'; '.join(said)}{exactly}): software, so no device is named"
+        )
+    for name, words in _WRITES_IN_WORDS.items():
+        if _sides_differ_in(name, facts.optimizers, columns):
+            return (
+                f"replicas differ on {count(differing, 'tensor')} "
+                f"({list_names([c.tensor for c in columns])}), and the code of the ranks wrote "
+                f"there another number of times{since} ({_clause(words, facts.optimizers, name)}; "
+                "a device that computes wrongly writes as often): software, so no device is named"
+            )
+    return None
+
+
+def _sides_differ_in(
+    name: str, facts: Sequence[OptimizerFacts], columns: Sequence[_Column]
+) -> bool:
+    """Whether no two ranks that differ on a tensor have the same number."""
+    if not facts:
+        return False
+    for column in columns:
+        side_of: dict[int, int] = {}
+        for side, (_, ranks) in enumerate(column.sides):
+            if any(side_of.setdefault(getattr(facts[r], name), side) != side for r in ranks):
+                return False
+    return True
+
+
+def _wrote_otherwise(facts: Sequence[OptimizerFacts]) -> frozenset[int]:
+    """Ranks whose code wrote another number of times than that of the others."""
+    found: set[int] = set()
+    for name in _WRITES_IN_WORDS if facts else ():
+        numbers = [getattr(fact, name) for fact in facts]
+        (usual, _), *_ = Counter(numbers).most_common(1)
+        found |= {rank for rank, number in enumerate(numbers) if number != usual}
+    return frozenset(found)
 
 
 def _missed_an_update(
@@ -224,19 +325,6 @@ def split_local(
     return tuple(name for name in names if name not in apart), left_out, unused
 
 
-def _scale_reason(scales: Sequence[float | None], differing: int) -> str | None:
-    sides: dict[str, list[int]] = {}
-    for rank, scale in enumerate(scales):
-        sides.setdefault(repr(scale), []).append(rank)
-    if len(sides) < 2:
-        return None
-    said = ", ".join(f"{scale} on {list_ranks(ranks)}" for scale, ranks in sides.items())
-    return (
-        f"the loss scales of the GradScalers differ ({said}), so the updates did too: replicas "
-        f"differ on {count(differing, 'tensor')}; a software fault that names no rank"
-    )
-
-
 def _reason(named: dict[int, tuple[str, ...]], world: int, total: int, undecided: int) -> str:
     parts = [
         f"rank {rank} dissents from the majority of {world} on {len(tensors)} of "
@@ -253,7 +341,6 @@ def _reason(named: dict[int, tuple[str, ...]], world: int, total: int, undecided
 def judge_fingerprints(
     names: Sequence[str],
     tables: Sequence[Sequence[Fingerprint]],
-    scales: Sequence[float | None] = (),
     *,
     software: SoftwareFacts | None = None,
 ) -> FingerprintJudgement:
@@ -262,7 +349,6 @@ def judge_fingerprints(
     Args:
         names: Names of the tensors in the tables: all, or up to `TENSORS_GATHERED` that differ.
         tables: ``tables[rank][tensor]``, both checksums of that tensor on that rank.
-        scales: Loss scale of each rank's GradScaler, if there is one.
         software: What else tells software from a device.
     """
     facts = software or SoftwareFacts()
@@ -276,7 +362,7 @@ def judge_fingerprints(
     disagreements = tuple(column.record() for column in columns[:TENSORS_GATHERED])
     world, everybody = len(tables), tuple(range(len(tables)))[:RANKS_SHOWN]
     differing = facts.differing_total or len(columns)
-    because = _software(facts, differing) or _scale_reason(scales, differing)
+    because = _software(facts, columns, differing)
     if because is not None:
         return FingerprintJudgement(
             Outcome.UNATTRIBUTED, because, disagreements, ranks=everybody, cause=Cause.SOFTWARE
@@ -288,24 +374,25 @@ def judge_fingerprints(
     total = facts.tensors_total or len(names)
     undecided = [column for column in columns if not column.strict]
     missed = _missed_an_update(dissent, columns, facts)
-    if missed and len(missed) == len(dissent):
-        return FingerprintJudgement(
-            Outcome.UNATTRIBUTED,
-            _both_readings(missed, differing, total),
-            disagreements,
-            ranks=missed[:RANKS_SHOWN],
-            cause=Cause.UNKNOWN,
-        )
-    if dissent:
-        apart = frozenset(missed)
-        accused = [(r, tuple(t)) for r, t in sorted(dissent.items()) if r not in apart]
-        reason = _reason(dict(accused), world, total, len(undecided))
-        named = dict(accused[:RANKS_SHOWN])
-        if missed:
-            reason += f"; {_both_readings(missed, differing, total)}"
+    wrote = tuple(sorted(_wrote_otherwise(facts.optimizers) & dissent.keys() - {*missed}))
+    also = [_both_readings(missed, differing, total)] if missed else []
+    if wrote:
+        also.append(f"the code of {list_ranks(wrote)} wrote there another number of times")
+    named = {r: tuple(t) for r, t in sorted(dissent.items()) if r not in (*missed, *wrote)}
+    if named:
+        reason = "; ".join((_reason(named, world, total, len(undecided)), *also))
+        named = dict(list(named.items())[:RANKS_SHOWN])
         involved = {r for c in columns for _, ranks in c.sides[1:] for r in ranks}
         return FingerprintJudgement(
             Outcome.SUSPECT, reason, disagreements, named, tuple(sorted(involved))[:RANKS_SHOWN]
+        )
+    if dissent:
+        return FingerprintJudgement(
+            Outcome.UNATTRIBUTED,
+            "; ".join(also),
+            disagreements,
+            ranks=tuple(sorted(dissent))[:RANKS_SHOWN],
+            cause=Cause.UNKNOWN if missed else Cause.SOFTWARE,
         )
     sides = " against ".join(list_ranks(ranks) for _, ranks in undecided[0].sides[:4])
     reason = (

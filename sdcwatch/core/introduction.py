@@ -33,6 +33,7 @@ class Introduction:
         options: Options that decide when ranks meet, those that are not the default, as text.
         schema: Digest of the model's schema; see `schema_digest`.
         files: How many more files and sockets it may open.
+        unused: Patterns of the option `local` that match nothing here.
     """
 
     info: RankInfo
@@ -41,6 +42,7 @@ class Introduction:
     schema: str
     files: int
     run_id: str = ""
+    unused: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """As it travels."""
@@ -51,7 +53,8 @@ class Introduction:
     def decode(cls, data: bytes) -> Introduction:
         """Inverse of `encode`."""
         row = json.loads(data)
-        return cls(**{**row, "info": RankInfo(**row["info"])})
+        info, unused = RankInfo(**row["info"]), tuple(row["unused"])
+        return cls(**{**row, "info": info, "unused": unused})
 
 
 def schema_digest(schema: Schema) -> str:
@@ -103,6 +106,12 @@ def file_problem(introductions: Sequence[Introduction], needed: int) -> str:
     fewest = min(introductions, key=lambda one: one.files)
     left, node = fewest.files, fewest.info.node
     return f"only {left} on rank {fewest.info.rank} ({node}); too few on {list_ranks(short)}"
+
+
+def unused_everywhere(introductions: Sequence[Introduction]) -> tuple[str, ...]:
+    """Patterns of the option `local` that match no tensor of any rank."""
+    first, *others = (one.unused for one in introductions)
+    return tuple(p for p in first if all(p in unused for unused in others))
 
 
 def same_schema(introductions: Sequence[Introduction]) -> bool:

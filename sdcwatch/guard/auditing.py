@@ -230,7 +230,8 @@ class Audits:
         What a sharpness-aware optimizer does under `no_sync` is put back by then; damage is not.
         """
         put_back = self._apart_at is not None and self._replicas.passed_at == self._apart_at
-        self._apart_at, self._replicas.disputed = step, True
+        self._apart_at = step
+        self._replicas.apart()
         if not put_back:
             reason = "the replicas differ in this backward, so no comparison means anything"
             verdict = self._reporter.verdicts.not_run(step, reason, outcome=Outcome.VOID)

@@ -10,6 +10,7 @@ A failed check taints the run for good: the wrong weight is in the replica.
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import time
@@ -31,7 +32,10 @@ from sdcwatch.core.checkpoint import fingerprint_due
 from sdcwatch.core.fingerprint import (
     TENSORS_GATHERED,
     FingerprintJudgement,
+    OptimizerFacts,
     SoftwareFacts,
+    asked_numbers,
+    differing_numbers,
     judge_fingerprints,
 )
 from sdcwatch.core.outcomes import finding
@@ -40,13 +44,16 @@ from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, Operation, agree
 from sdcwatch.guard.reporter import Reporter
 from sdcwatch.guard.sharing import share_bytes
+from sdcwatch.guard.updates import UpdateLog
 
 Named = Sequence[tuple[str, torch.Tensor]]
 TENSORS_AT_ONCE = 2**19
 """Tensors asked for in one MAX: 8 MiB."""
 GATHERED_BYTES = 2**22
 """What the fingerprints of a disagreement come to on each rank at most."""
-_HEAD = struct.Struct("<?d")
+NUMBERS_BYTES = 2**16
+"""What one rank tells of its optimizers at most."""
+_HEAD = struct.Struct("<qq?d?d8s8s8sqq?")
 _PAIR = struct.Struct("<QQ")
 _FOLD = 0x9E3779B97F4A7C15
 DESCRIBED = 10
@@ -103,13 +110,12 @@ class WeightCheck:
         top, bottom, *seen = self._replicas.exchange.max_int64s(words, operation)
         return top == ~bottom, tuple(map(bool, seen))
 
-    def dissent(self, operation: str, loss_gradient: float | None) -> FingerprintJudgement:
+    def dissent(self, operation: str, software: UpdateLog | None) -> FingerprintJudgement:
         """Gather the fingerprints of the last `equal` and judge them. Every rank calls it.
 
         Args:
             operation: For errors.
-            loss_gradient: The gradient that arrived at the loss: differs between ranks if their
-                GradScalers do.
+            software: What this rank's software did to the weights; None where that is not known.
         """
         if self._table is None:  # pragma: no cover - equal() comes first
             msg = "Expected equal() before dissent()."
@@ -119,16 +125,41 @@ class WeightCheck:
         differing = self._differing(pairs, operation)
         exchange = self._replicas.exchange
         kept = differing[: tensors_gathered(exchange.world_size)]
-        message = pack_fingerprints([pairs[i] for i in kept], loss_gradient)
+        names = [every[i] for i in kept]
+        own = OptimizerFacts() if software is None else software.facts(names)
+        message = pack_fingerprints([pairs[i] for i in kept], own)
         rows = exchange.gather(message, operation)
-        tables, gradients = zip(*map(unpack_fingerprints, rows), strict=True)
-        facts = SoftwareFacts(tensors_total=len(every), differing_total=len(differing))
-        judgement = judge_fingerprints(
-            [every[i] for i in kept], tables, loss_scales(gradients), software=facts
+        tables, optimizers = zip(*map(unpack_fingerprints, rows), strict=True)
+        facts = SoftwareFacts(
+            optimizers=optimizers,
+            numbers=self._numbers(optimizers, software, operation),
+            first=all(one.untouched for one in optimizers),
+            since=None if software is None else software.since,
+            tensors_total=len(every),
+            differing_total=len(differing),
+            trained=() if software is None else software.trained(),
         )
+        judgement = judge_fingerprints(names, tables, software=facts)
         notes = self._describe(judgement.disagreements[:DESCRIBED], operation)
         noted = [replace(d, note=notes.get(d.tensor, "")) for d in judgement.disagreements]
         return replace(judgement, disagreements=tuple(noted))
+
+    def _numbers(
+        self, facts: Sequence[OptimizerFacts], software: UpdateLog | None, operation: str
+    ) -> tuple[str, ...]:
+        """In which numbers the optimizers differ, if they do. Every rank calls it."""
+        asked, exchange = asked_numbers(facts), self._replicas.exchange
+        if not asked:
+            return ()
+        own = {}
+        if exchange.rank in asked and software is not None:
+            rows = list(software.numbers().items())
+            while len(text := json.dumps(dict(rows)).encode()) > NUMBERS_BYTES:
+                rows = rows[: len(rows) // 2]
+            own[asked.index(exchange.rank)] = text
+        told = share_bytes(exchange, own, len(asked), operation)
+        rows_of = {rank: json.loads(text or "{}") for rank, text in zip(asked, told, strict=True)}
+        return differing_numbers(rows_of, facts)
 
     def _differing(self, pairs: Sequence[tuple[int, int]], operation: str) -> list[int]:
         """Places of the tensors that differ, the same on every rank. Every rank calls it."""
@@ -164,16 +195,40 @@ def tensors_gathered(world_size: int) -> int:
     return max(1, min(TENSORS_GATHERED, GATHERED_BYTES // (_PAIR.size * world_size)))
 
 
-def pack_fingerprints(pairs: Sequence[tuple[int, int]], loss_gradient: float | None) -> bytes:
-    """One rank's part of the gather of a disagreement: 9 bytes and 16 for each tensor."""
-    head = _HEAD.pack(loss_gradient is not None, loss_gradient or 0.0)
+def pack_fingerprints(pairs: Sequence[tuple[int, int]], facts: OptimizerFacts) -> bytes:
+    """One rank's part of the gather of a disagreement: 75 bytes and 16 for each tensor."""
+    head = _HEAD.pack(
+        facts.updates,
+        facts.skips,
+        *(facts.scale is not None, facts.scale or 0.0),
+        *(facts.rates is not None, facts.rates or 0.0),
+        *map(bytes.fromhex, (facts.groups, facts.steps, facts.loaded)),
+        facts.writes,
+        facts.gradient_writes,
+        facts.untouched,
+    )
     return head + b"".join(_PAIR.pack(*pair) for pair in pairs)
 
 
-def unpack_fingerprints(message: bytes) -> tuple[list[tuple[int, int]], float | None]:
+def unpack_fingerprints(message: bytes) -> tuple[list[tuple[int, int]], OptimizerFacts]:
     """What `pack_fingerprints` packed."""
-    known, gradient = _HEAD.unpack_from(message)
-    return list(_PAIR.iter_unpack(message[_HEAD.size :])), gradient if known else None
+    updates, skips, scaled, scale, rated, rates, *digests, writes, into_gradients, untouched = (
+        _HEAD.unpack_from(message)
+    )
+    groups, steps, loaded = (d.hex() if any(d) else "" for d in digests)
+    facts = OptimizerFacts(
+        updates=updates,
+        skips=skips,
+        scale=scale if scaled else None,
+        rates=rates if rated else None,
+        groups=groups,
+        steps=steps,
+        loaded=loaded,
+        writes=writes,
+        gradient_writes=into_gradients,
+        untouched=untouched,
+    )
+    return list(_PAIR.iter_unpack(message[_HEAD.size :])), facts
 
 
 def _word(pair: tuple[int, int]) -> int:
@@ -185,19 +240,6 @@ def _word(pair: tuple[int, int]) -> int:
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8)
-
-
-def loss_scales(gradients: Sequence[float | None]) -> Sequence[float | None]:
-    """The loss scales, if that is what the gradients of the loss differ by; empty if not.
-
-    Scales move by powers of two. A loss weighted by each rank's number of tokens differs too, by
-    other factors, and explains nothing.
-    """
-    finite = [g for g in gradients if g is not None and math.isfinite(g) and g != 0]
-    if len(finite) != len(gradients):
-        return ()
-    mantissas = {math.frexp(g)[0] for g in finite}
-    return finite if len(mantissas) == 1 and len(set(finite)) > 1 else ()
 
 
 class SavedState:
@@ -236,11 +278,12 @@ class ReplicaCheck:
         config: When it is due, and whether a failure stops the run.
         reporter: Takes the results.
         gate: Told of a checkpoint that is withheld.
-        scale: The loss scale of this rank's GradScaler; None without one.
+        software: What this rank's software does to the weights.
         saved: What else a checkpoint would hold.
 
     Attributes:
         weights: As given.
+        software: As given.
         finite: At the latest check for a checkpoint, weights and buffers were on all ranks.
         left_behind: At the latest check for a checkpoint, a rank held what a skipped step left.
         tainted: The verdict that tainted the run, or None.
@@ -254,14 +297,14 @@ class ReplicaCheck:
         config: GuardConfig,
         reporter: Reporter,
         gate: CheckpointGate,
-        scale: Callable[[], float | None],
+        software: UpdateLog,
         saved: SavedState,
     ) -> None:
         self.weights = weights
         self._saved = saved
         self.finite, self.left_behind = True, False
         self._config, self._reporter, self._gate = config, reporter, gate
-        self._scale = scale
+        self.software = software
         self.tainted: Verdict | None = None
         self.passed_at: int | None = None
         self.disputed = False
@@ -303,6 +346,12 @@ class ReplicaCheck:
         reporter.passed(Check.FINGERPRINT)
         reporter.last_weight_check = (step, time.time())
         self.passed_at = step
+        self.software.replicas_equal(step)
+
+    def apart(self) -> None:
+        """An audit saw different weights in a backward: compare after its update."""
+        self.disputed = True
+        self.software.found_apart()
 
     def differ(self, step: int, *, saving: bool = False) -> None:
         """Replicas differ: say who dissents, once, and stop unless the guard only observes.
@@ -316,7 +365,7 @@ class ReplicaCheck:
             return
         config = self._config
         operation = f"the weight check of step {step}"
-        judgement = self.weights.dissent(operation, self._scale())
+        judgement = self.weights.dissent(operation, self.software)
         verdict = self.tainted = self._reporter.verdicts.fingerprint(
             step, judgement, self.weights.tensors
         )

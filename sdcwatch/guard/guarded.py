@@ -10,7 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.config import GuardConfig
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.core.fingerprint import split_local
+from sdcwatch.core.text import list_names
+from sdcwatch.errors import ConfigurationError, nearest
 from sdcwatch.guard.hook import released_probes
 from sdcwatch.guard.optimizer import parameters_of, steppers
 
@@ -32,6 +34,7 @@ class Guarded:
         device: Device of the module.
         scaler: The GradScaler that `init` was given; None to look for one.
         wrappers: What steps around optimizers and takes no hooks.
+        local: Names of parameters and buffers that belong to each rank alone.
     """
 
     model: torch.nn.Module
@@ -43,6 +46,12 @@ class Guarded:
     device: torch.device
     scaler: Any = None
     wrappers: tuple[Any, ...] = ()
+    local: frozenset[str] = frozenset()
+
+    @property
+    def compared(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
+        """Name and parameter, of those that are replicas."""
+        return tuple((n, p) for n, p in self.named if n not in self.local)
 
     @property
     def process_group(self) -> Any:
@@ -61,9 +70,10 @@ class Guarded:
 
     def replicated(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
         """Tensors that must hold the same bits on every rank."""
-        tensors: list[tuple[str, torch.Tensor]] = list(self.named)
+        tensors: list[tuple[str, torch.Tensor]] = list(self.compared)
         if buffers:
-            tensors += [(n, b) for n, b in self.module.named_buffers() if b.dtype.is_floating_point]
+            floating = (one for one in self.module.named_buffers() if one[1].is_floating_point())
+            tensors += [(n, b) for n, b in floating if plain_name(n) not in self.local]
         return tensors
 
 
@@ -96,6 +106,86 @@ def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
     children = model.__dict__.get("_modules", {})
     found = (children.get(name) for name in _WRAPPED_IN)
     return next((child for child in found if isinstance(child, torch.nn.Module)), None)
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without what torch.compile puts in between."""
+    return name.replace("_orig_mod.", "")
+
+
+def ignored_by_ddp(ddp: DistributedDataParallel | None) -> frozenset[str]:
+    """Names of the parameters and buffers in DDP's ignore list, which it neither sends nor reduces.
+
+    One that the module holds under several names is ignored under each of them, or not at all.
+    """
+    if ddp is None:
+        return frozenset()
+    listed = set(getattr(ddp.module, "_ddp_params_and_buffers_to_ignore", ()))
+    delayed = {id(p) for p in getattr(ddp, "_delay_all_reduce_params", ())}
+    names: dict[int, set[str]] = {}
+    for name, tensor in (
+        *ddp.module.named_parameters(remove_duplicate=False),
+        *ddp.module.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), set()).add(name)
+    every = (held for one, held in names.items() if one not in delayed and held <= listed)
+    return frozenset(plain_name(name) for held in every for name in held)
+
+
+def what_is_guarded(
+    model: torch.nn.Module,
+    ddp: DistributedDataParallel | None,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    config: GuardConfig,
+) -> tuple[Guarded, tuple[str, ...]]:
+    """What is guarded, and the patterns of the option `local` that match nothing here."""
+    bare = bare_module(model)
+    named = tuple(bare.named_parameters())
+    names = [*(n for n, _ in named), *(n for n, _ in bare.named_buffers())]
+    _, local, unused = split_local(names, local=config.local, ignored=ignored_by_ddp(ddp))
+    if set(local).issuperset(n for n, _ in named):
+        msg = (
+            f"Expected parameters that are the same on every rank, but got `local` {config.local} "
+            f"and DDP's ignore list, which leave out all {len(named)}. Name fewer of them."
+        )
+        raise ConfigurationError(msg)
+    guarded = Guarded(
+        model=model,
+        given=unwrapped(model),
+        ddp=ddp,
+        module=unwrapped(model) if ddp is None else ddp.module,
+        optimizers=optimizers,
+        named=named,
+        device=named[0][1].device,
+        scaler=config.scaler,
+        local=frozenset(local),
+    )
+    return guarded, unused
+
+
+def require_used(unused: Sequence[str], guarded: Guarded) -> None:
+    """Check that each pattern of the option `local` names something.
+
+    Raises:
+        ConfigurationError: One matches no parameter and no buffer of any rank.
+    """
+    if unused:
+        names = sorted({n for n, _ in (*guarded.named, *guarded.module.named_buffers())})
+        msg = (
+            f"Expected every pattern in `local` to match a parameter or a buffer, but got "
+            f"{', '.join(map(repr, unused))}, which match none. {nearest(unused[0], names)}"
+        )
+        raise ConfigurationError(msg)
+
+
+def what_is_left_out(guarded: Guarded) -> str:
+    """A sentence about tensors that each rank has for itself, or ""."""
+    if not guarded.local:
+        return ""
+    return (
+        f"{list_names(sorted(guarded.local))} belong to each rank alone, by DDP's ignore list or "
+        "`local`: they are compared with no other rank's, and their gradients are not audited"
+    )
 
 
 def is_compiled(model: torch.nn.Module, module: torch.nn.Module) -> bool:

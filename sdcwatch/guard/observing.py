@@ -20,7 +20,7 @@ from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.serialise import Scope
 from sdcwatch.checks.torch_internals import live_grad_scalers
 from sdcwatch.core.nonfinite import RankFinite
-from sdcwatch.guard.guarded import Guarded
+from sdcwatch.guard.guarded import Guarded, plain_name
 from sdcwatch.guard.hook import GradientProbes
 from sdcwatch.guard.window import StepWindow
 
@@ -188,7 +188,7 @@ def _gradients(guarded: Guarded) -> list[torch.Tensor]:
 
 
 def _expected_elements(guarded: Guarded) -> int:
-    ignored = getattr(guarded.ddp, "parameters_to_ignore", ())
+    ignored = {plain_name(n) for n in getattr(guarded.ddp, "parameters_to_ignore", ())}
     return sum(p.numel() for n, p in guarded.named if p.requires_grad and n not in ignored)
 
 

@@ -133,6 +133,8 @@ class _Session(Protocol):
 
     def after_update(self, optimizer: Any, *, skipped: bool) -> None: ...
 
+    def loaded(self, optimizer: torch.optim.Optimizer) -> None: ...
+
 
 @dataclass
 class _Saved:
@@ -257,7 +259,9 @@ class OptimizerHooks:
         handles = [
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
+            self.optimizer.register_load_state_dict_post_hook(self._session.loaded),
         ]
+        self._session.loaded(self.optimizer)
 
         def remove() -> None:
             for handle in handles:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch import __version__
 from sdcwatch.checks.calling import choose_caller
@@ -34,6 +33,7 @@ from sdcwatch.core.introduction import (
     same_schema,
     schema_differences,
     schema_digest,
+    unused_everywhere,
 )
 from sdcwatch.core.records import RunStarted
 from sdcwatch.core.text import count, list_names
@@ -52,10 +52,11 @@ from sdcwatch.guard.files import most_partners, open_files_left, require_files
 from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, SavedState, WeightCheck
 from sdcwatch.guard.guarded import (
     Guarded,
-    bare_module,
     require_guardable,
+    require_used,
     unguarded_parameters,
-    unwrapped,
+    what_is_guarded,
+    what_is_left_out,
 )
 from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
 from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation
@@ -66,6 +67,7 @@ from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
 from sdcwatch.guard.sharing import gather_json
 from sdcwatch.guard.step import StepController
 from sdcwatch.guard.tracing import Tracing
+from sdcwatch.guard.updates import UpdateLog
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Recorder
 from sdcwatch.sinks.base import SCRAPE_SECONDS, Sink
@@ -129,7 +131,8 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
     sinks: Sequence[Sink] = arguments.pop("sinks", ())
     config = GuardConfig.from_env(**arguments)
     ddp, optimizers, wrappers = require_guardable(model, optimizer, config)
-    guarded = replace(_guarded(model, ddp, optimizers, config), wrappers=wrappers)
+    guarded, unused = what_is_guarded(model, ddp, optimizers, config)
+    guarded = replace(guarded, wrappers=wrappers)
     close_console = open_console(console=config.console)
     try:
         exchange = GlooExchange(
@@ -139,7 +142,7 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
             device=guarded.device,
         )
         try:
-            meeting = meet(exchange, config, guarded)
+            meeting = meet(exchange, config, guarded, unused)
             reporter = _report(config, guarded, exchange, meeting, sinks)
             return _build(config, guarded, exchange, meeting, reporter, close_console)
         except BaseException as error:
@@ -150,14 +153,22 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
         raise
 
 
-def meet(exchange: GlooExchange, config: GuardConfig, guarded: Guarded) -> Meeting:
+def meet(
+    exchange: GlooExchange, config: GuardConfig, guarded: Guarded, unused: tuple[str, ...] = ()
+) -> Meeting:
     """Introduce this rank to the others, compare, and connect to those that audits need.
 
     One gather, and one message to and from each of them. Every rank calls it.
 
+    Args:
+        exchange: Between the ranks.
+        config: Of this rank.
+        guarded: What this rank guards.
+        unused: Patterns of the option `local` that match nothing here.
+
     Raises:
-        ConfigurationError: Ranks were given different options, or may open too few files; raised
-            on every rank.
+        ConfigurationError: Ranks were given different options, one that matches nothing, or may
+            open too few files; raised on every rank.
         RankGone: A rank did not answer within the deadline.
         SchemaMismatch: Ranks hold different models; raised on every rank.
     """
@@ -172,9 +183,11 @@ def meet(exchange: GlooExchange, config: GuardConfig, guarded: Guarded) -> Meeti
         # Only rank 0 is sure to see the log of earlier segments.
         run_id=run_id_of(run_dir_of(config, run)) if exchange.rank == 0 else "",
         files=open_files_left(),
+        unused=unused,
     )
     ranks = [Introduction.decode(r) for r in exchange.gather(own.encode(), "sdcwatch.init")]
     require_same_options(ranks)
+    require_used(unused_everywhere(ranks), guarded)
     if not same_schema(ranks):
         rows = gather_json(exchange, schema, "the comparison of model schemas")
         mismatch = SchemaMismatch(schema_differences(rows))
@@ -188,7 +201,8 @@ def meet(exchange: GlooExchange, config: GuardConfig, guarded: Guarded) -> Meeti
     require_files(ranks, files_needed(len(ranks), 0 if off else most_partners(topology)))
     exchange.connect(others)
     unguarded = why_partly_guarded(guarded.module, guarded.optimizers)
-    notes = tuple(n for n in (note if not off else "", off, unguarded) if n)
+    said = (note if not off else "", off, unguarded, what_is_left_out(guarded))
+    notes = tuple(n for n in said if n)
     return Meeting(ranks[0].run, ranks[0].run_id, topology, off, notes)
 
 
@@ -244,6 +258,7 @@ def _build(
         guarded.device,
         on_gradient=lambda: steps.gradient_arrives(),
         audit=lambda: steps.call_begins(),
+        local=guarded.local,
         max_kept_bytes=config.max_payload_mb * MIB,
     )
     shadow = ForwardShadow(capture.state, config.max_payload_mb * MIB)
@@ -252,7 +267,7 @@ def _build(
         config,
         reporter,
         gate,
-        scale=lambda: loss_scale(guarded),
+        software=UpdateLog(guarded, lambda: steps.optimizers, lambda: loss_scale(guarded)),
         saved=SavedState(guarded.named, guarded.module.named_buffers, shadow.take_left_behind),
     )
     replayer = Replayer(capture, choose_caller(guarded.given, guarded.ddp, guarded.module))
@@ -312,7 +327,7 @@ def _replay_check(
     meeting: Meeting,
     replayer: Replayer,
 ) -> ReplayCheck:
-    names = [name for name, _ in guarded.named]
+    names = [name for name, _ in guarded.compared]
     facts = partial(_facts, guarded)
     rounds = config.preflight_micro_batches
     trace = partial(disputed_trace, replayer)
@@ -347,25 +362,6 @@ def register_hook(guarded: Guarded, probes: GradientProbes) -> None:
     disable: Callable[..., Any] = torch.compiler.disable
     hook = disable(guard_hook) if guarded.compiled else guard_hook
     ddp.register_comm_hook(probes, hook)
-
-
-def _guarded(
-    model: torch.nn.Module,
-    ddp: DistributedDataParallel | None,
-    optimizers: tuple[torch.optim.Optimizer, ...],
-    config: GuardConfig,
-) -> Guarded:
-    named = tuple(bare_module(model).named_parameters())
-    return Guarded(
-        model=model,
-        given=unwrapped(model),
-        ddp=ddp,
-        module=unwrapped(model) if ddp is None else ddp.module,
-        optimizers=optimizers,
-        named=named,
-        device=named[0][1].device,
-        scaler=config.scaler,
-    )
 
 
 def why_audits_are_off(config: GuardConfig, topology: Topology) -> str:

@@ -226,6 +226,7 @@ class StepController:
                 self._recorder.shadow.writes(self._watch.backward_ended())
                 window.backward, window.earlier = capture.end_backward(), capture.take_kept()
                 self._decide(window)
+                self._replicas.software.backward_ended()
         except BaseException as error:
             self.error = error
             raise
@@ -358,6 +359,7 @@ class StepController:
 
     def after_update(self, optimizer: Any, *, skipped: bool) -> None:
         """An optimizer has stepped, or was made to skip. Check 3 runs after the last of them."""
+        self._replicas.software.stepped(optimizer, skipped=skipped)
         self._running = max(0, self._running - 1)
         window = self._window
         if window is not None and window.decision is not None and not window.updated:
@@ -366,6 +368,10 @@ class StepController:
                 self._updated(window, window.decision, skipped=skipped)
         if not self.stepping:
             self._watch.mark()
+
+    def loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is guarded from now on, or has loaded a state."""
+        self._replicas.software.loaded(optimizer)
 
     def _all_stepped(self, window: StepWindow) -> bool:
         """Whether no parameter waits for its optimizer; one that was replaced steps no more."""

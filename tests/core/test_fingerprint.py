@@ -4,11 +4,14 @@ from dataclasses import replace
 import pytest
 
 from sdcwatch.core.fingerprint import (
+    NUMBERS_ASKED,
     RANKS_SHOWN,
     TENSORS_GATHERED,
     OptimizerFacts,
     SoftwareFacts,
+    asked_numbers,
     differing_facts,
+    differing_numbers,
     judge_fingerprints,
     split_local,
 )
@@ -23,9 +26,10 @@ def replicas(world, **bad):
     return [bad.get(f"r{rank}", GOOD) for rank in range(world)]
 
 
-def test_equal_replicas_pass_even_if_the_scales_differ():
+def test_equal_replicas_pass_even_if_their_optimizers_differ():
     assert judge_fingerprints(NAMES, replicas(6)).outcome is Outcome.PASS
-    assert judge_fingerprints(NAMES, replicas(2), (1.0, 2.0)).outcome is Outcome.PASS
+    other = SoftwareFacts(optimizers=(OptimizerFacts(), OptimizerFacts(updates=1)), first=True)
+    assert judge_fingerprints(NAMES, replicas(2), software=other).outcome is Outcome.PASS
     assert judge_fingerprints(NAMES, replicas(1)).outcome is Outcome.PASS
     assert judge_fingerprints((), [(), ()]).outcome is Outcome.PASS
 
@@ -100,28 +104,6 @@ def test_tensors_without_a_majority_are_said_beside_a_named_rank():
     assert judgement.reason.endswith("no strict majority on 1 more tensor")
 
 
-def test_differing_loss_scales_explain_differing_replicas_and_blame_nobody():
-    tables = replicas(6, r3=((9, 9), (8, 8)))
-    judgement = judge_fingerprints(NAMES, tables, (256.0,) * 3 + (128.0,) + (256.0,) * 2)
-    assert (judgement.outcome, judgement.cause) == (Outcome.UNATTRIBUTED, Cause.SOFTWARE)
-    assert judgement.named == {}
-    assert "128.0 on rank 3" in judgement.reason
-    assert judgement.ranks == tuple(range(6))
-    assert len(judgement.disagreements) == 2
-
-
-@pytest.mark.parametrize("scales", [(), (None,) * 3, (65536.0,) * 3, (float("nan"),) * 3])
-def test_equal_or_absent_loss_scales_leave_the_blame_to_the_majority(scales):
-    judgement = judge_fingerprints(NAMES, replicas(3, r0=((9, 9), (3, 4))), scales)
-    assert judgement.outcome is Outcome.SUSPECT
-    assert list(judgement.named) == [0]
-
-
-def test_one_rank_without_a_scaler_is_a_differing_scale():
-    judgement = judge_fingerprints(NAMES, replicas(3, r0=((9, 9), (3, 4))), (None, 2.0, 2.0))
-    assert (judgement.outcome, judgement.cause) == (Outcome.UNATTRIBUTED, Cause.SOFTWARE)
-
-
 def test_many_tensors_and_ranks_make_a_short_sentence():
     names = [f"layer.{i}.weight" for i in range(500)]
     good = [(1, 1)] * 500
@@ -147,8 +129,9 @@ def numbers(world, **other):
     [
         ("updates", 41, "updates made: 42 on ranks 0, 1, 2, 4 and 5, 41 on rank 3"),
         ("skips", 2, "updates skipped: 1 on ranks 0, 1, 2, 4 and 5, 2 on rank 3"),
-        ("scale", 128.0, "loss scale: 256.0 on ranks 0, 1, 2, 4 and 5, 128.0 on rank 3"),
-        ("scale", None, "None on rank 3"),
+        ("scale", 128.0, "GradScalers: 256.0 on ranks 0, 1, 2, 4 and 5, 128.0 on rank 3"),
+        ("rates", 0.5, "added up: None on ranks 0, 1, 2, 4 and 5, 0.5 on rank 3"),
+        ("loaded", "ff", "as it was loaded: ranks 0, 1, 2, 4 and 5 against rank 3"),
         ("groups", "ff", "weight decay): ranks 0, 1, 2, 4 and 5 against rank 3"),
         ("steps", "ff", "steps counted by the optimizers: ranks 0, 1, 2, 4 and 5 against rank 3"),
     ],
@@ -163,6 +146,75 @@ def test_other_numbers_of_the_optimizer_are_software_and_nobodys_device(field, v
     assert says in judgement.reason
     equal = SoftwareFacts(optimizers=numbers(6), trained=TRAINED)
     assert list(judge_fingerprints(NAMES, tables, software=equal).named) == [3]
+
+
+def test_a_scaler_that_lives_on_some_ranks_only_explains_nothing():
+    facts = numbers(6, r3=replace(EQUAL, scale=None))
+    tables = replicas(6, r3=((9, 9), (3, 4)))
+    judgement = judge_fingerprints(NAMES, tables, software=SoftwareFacts(optimizers=facts))
+    assert list(judgement.named) == [3]
+
+
+def test_the_numbers_that_differ_are_told_with_the_ranks_that_hold_them():
+    facts = numbers(6, r3=replace(EQUAL, groups="ff"), r5=replace(EQUAL, groups="ee"))
+    assert asked_numbers(facts) == (0, 3, 5)
+    rows = {
+        0: {"parameters": "4", "lr of group 0": "0.1", "betas": "(0.9, 0.95)"},
+        3: {"parameters": "4", "lr of group 0": "0.2", "betas": "(0.9, 0.95)"},
+        5: {"parameters": "4", "lr of group 0": "0.1"},
+    }
+    said = differing_numbers(rows, facts)
+    assert said == (
+        "lr of group 0: 0.1 on ranks 0, 1, 2, 4 and 5, 0.2 on rank 3",
+        "betas: (0.9, 0.95) on ranks 0, 1, 2, 3 and 4, missing on rank 5",
+    )
+    software = SoftwareFacts(optimizers=facts, numbers=said, since=40)
+    reason = judge_fingerprints(NAMES, replicas(6, r3=((9, 9), (8, 8))), software=software).reason
+    assert "since step 40, when they were equal" in reason
+    assert said[0] in reason
+    assert asked_numbers(numbers(6)) == ()
+    many = [replace(EQUAL, groups=f"{rank:02x}") for rank in range(100)]
+    assert len(asked_numbers(many)) == NUMBERS_ASKED
+
+
+@pytest.mark.parametrize("name", ["writes", "gradient_writes"])
+def test_code_that_wrote_into_the_tensors_of_one_rank_is_software(name):
+    tables = replicas(6, r3=((9, 9), (3, 4)))
+    facts = numbers(6, r3=replace(EQUAL, **{name: 7}))
+    judgement = judge_fingerprints(NAMES, tables, software=SoftwareFacts(optimizers=facts))
+    assert (judgement.outcome, judgement.cause) == (Outcome.UNATTRIBUTED, Cause.SOFTWARE)
+    assert judgement.named == {}
+    assert "0 on ranks 0, 1, 2, 4 and 5, 7 on rank 3" in judgement.reason
+    assert "wte.weight" in judgement.reason
+    two = judge_fingerprints(
+        NAMES, replicas(2, r1=((9, 9), (3, 4))), software=SoftwareFacts(optimizers=facts[2:4])
+    )
+    assert (two.outcome, two.cause) == (Outcome.UNATTRIBUTED, Cause.SOFTWARE)
+
+
+def test_writes_of_a_rank_that_is_right_do_not_clear_the_one_that_dissents():
+    tables = replicas(6, r3=((9, 9), (3, 4)))
+    facts = numbers(6, r1=replace(EQUAL, writes=7))
+    assert judge_fingerprints(NAMES, tables, software=SoftwareFacts(optimizers=facts)).named == {
+        3: ("wte.weight",)
+    }
+
+
+def test_a_rank_whose_code_wrote_is_not_named_beside_one_whose_device_is():
+    tables = replicas(7, r3=((9, 9), (3, 4)), r5=((7, 7), (3, 4)))
+    facts = numbers(7, r5=replace(EQUAL, writes=7))
+    judgement = judge_fingerprints(NAMES, tables, software=SoftwareFacts(optimizers=facts))
+    assert judgement.named == {3: ("wte.weight",)}
+    assert "the code of rank 5 wrote there" in judgement.reason
+
+
+def test_ranks_that_wrote_as_often_and_hold_other_bits_are_software_and_not_named():
+    tables = replicas(7, r3=((9, 9), (3, 4)), r5=((7, 7), (3, 4)))
+    wrote = replace(EQUAL, writes=7)
+    facts = numbers(7, r3=wrote, r5=wrote)
+    judgement = judge_fingerprints(NAMES, tables, software=SoftwareFacts(optimizers=facts))
+    assert (judgement.named, judgement.cause) == ({}, Cause.SOFTWARE)
+    assert judgement.ranks == (3, 5)
 
 
 def test_replicas_that_differ_before_the_first_update_are_software():

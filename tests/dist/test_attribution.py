@@ -135,10 +135,11 @@ def test_a_replica_that_starts_apart_stops_before_the_first_step_case_10(
     pool: GlooPool, tmp_path: Path
 ) -> None:
     results = pool.run(apart, 3, str(tmp_path), "enforce")
-    assert same_on_every_rank(results) == [(0, "fingerprint", "suspect", (1,))]
+    assert same_on_every_rank(results) == [(0, "fingerprint", "unattributed", ())]
     for result in results:
         code, verdict = result["stopped"]
-        assert code == 80
+        assert (code, verdict.cause) == (85, Cause.SOFTWARE)
+        assert "before any device has computed" in verdict.reason
         assert [d.tensor for d in verdict.disagreements] == ["0.weight"]
 
 
@@ -147,7 +148,7 @@ def test_a_replica_that_starts_apart_is_never_blamed_by_an_audit_case_10(
 ) -> None:
     results = pool.run(apart, 3, str(tmp_path), "observe")
     said = same_on_every_rank(results)
-    assert said[0] == (0, "fingerprint", "suspect", (1,))
+    assert said[0] == (0, "fingerprint", "unattributed", ())
     assert said[1:], "no audit step was reached"
     assert {(check, outcome, named) for _, check, outcome, named in said[1:]} == {
         ("replay", "void", ())
@@ -365,8 +366,7 @@ def test_the_sign_of_zero_is_a_difference_and_said_to_be_that_case_32(
     pool: GlooPool, tmp_path: Path
 ) -> None:
     results = pool.run(signed_zero, 3, str(tmp_path))
-    assert same_on_every_rank(results) == [(0, "fingerprint", "suspect", (1,))]
+    assert same_on_every_rank(results) == [(0, "fingerprint", "unattributed", ())]
     for result in results:
         (disagreement,) = result["stopped"][1].disagreements
         assert (disagreement.tensor, disagreement.note) == ("0.bias", "sign of zero")
-        assert result["stopped"][1].outcome is Outcome.SUSPECT

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from course import OFF, Course, loop
 from outside import mlp, sgd, train
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 UNUSED = {"find_unused_parameters": True}
@@ -489,6 +490,15 @@ def one_order(c: Course) -> None:
         return total
 
     train(c, Model(between, parts=nn.ModuleList(nn.Linear(8, 8) for _ in range(5))), square)
+
+
+@loop("experts of each rank's own, ignored by DDP", OFF, "each rank has its own")
+def experts(c: Course) -> None:
+    net = Model(lambda m, h: h + m.expert(h), expert=nn.Linear(8, 8))
+    nn.init.normal_(net.expert.weight, generator=torch.Generator().manual_seed(c.rank))
+    names = ["expert.weight", "expert.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+    train(c, net, square)
 
 
 @loop("a branch that depends on the rank", left_out=(2,))

@@ -1,7 +1,10 @@
 """Check 3 between ranks of one process: what a disagreement sends, and what it comes to."""
 
+from dataclasses import replace
+
 import torch
 
+from sdcwatch.core.fingerprint import OptimizerFacts
 from sdcwatch.core.records import Outcome
 from sdcwatch.guard.fingerprint import (
     ReplicaSet,
@@ -13,6 +16,7 @@ from sdcwatch.guard.fingerprint import (
 from sdcwatch.testing import run_threads
 
 TENSORS = 100
+HEAD = 75
 
 
 def disagree(wrong):
@@ -27,7 +31,7 @@ def disagree(wrong):
         exchange.gather = lambda m, o, **k: gathered.append(len(m)) or gather(m, o, **k)
         check = WeightCheck(ReplicaSet(exchange, lambda: named))
         assert not check.equal("x")
-        judgement = check.dissent("x", 4.0)
+        judgement = check.dissent("x", None)
         return judgement.outcome, judgement.reason, judgement.disagreements, gathered
 
     return run_threads(3, body)
@@ -40,12 +44,12 @@ def test_of_one_tensor_that_differs_one_fingerprint_is_gathered():
     assert all(result == one[0] for result in one)
     assert outcome is Outcome.SUSPECT
     assert "rank 2 dissents from the majority of 3 on 1 of 100 tensors (w41)" in reason
-    assert gathered == [9 + 16]
+    assert gathered == [HEAD + 16]
     assert disagreements[0].dissenters == (2,)
     assert "element 1" in disagreements[0].note
     outcome, reason, disagreements, gathered = every[0]
     assert len(disagreements) == 64
-    assert gathered == [9 + 64 * 16]
+    assert gathered == [HEAD + 64 * 16]
     assert "rank 2 dissents from the majority of 3" in reason
 
 
@@ -58,5 +62,19 @@ def test_what_a_rank_gathers_in_a_disagreement_stays_under_four_mebibytes():
 
 def test_a_fingerprint_arrives_as_it_was_sent():
     pairs = [(0, 2**64 - 1), (5, 6)]
-    for gradient in (None, 0.0, 65536.0):
-        assert unpack_fingerprints(pack_fingerprints(pairs, gradient)) == (pairs, gradient)
+    facts = OptimizerFacts(
+        updates=2**40,
+        skips=3,
+        scale=65536.0,
+        rates=0.1 + 0.2,
+        groups="00" * 7 + "01",
+        steps="ff" * 8,
+        loaded="12" * 8,
+        writes=-1,
+        gradient_writes=7,
+        untouched=True,
+    )
+    for sent in (OptimizerFacts(), facts, replace(facts, scale=None, rates=0.0)):
+        message = pack_fingerprints(pairs, sent)
+        assert len(message) == HEAD + 2 * 16
+        assert unpack_fingerprints(message) == (pairs, sent)
