@@ -304,7 +304,7 @@ class GuardOptions(TypedDict, total=False):
     seed: int
     scaler: Any
     max_payload_mb: int
-    local: Sequence[str]
+    local: tuple[str, ...]
     comm_hook: tuple[object, Callable[..., Any]] | None
     telemetry: TelemetryConfig | Literal["off"]
     console: bool

@@ -482,16 +482,6 @@ def audited_micro_batch(seed: int, step: int, last_count: int | None) -> int | N
     return int.from_bytes(digest[:8], "big") % last_count
 
 
-def chosen_micro_batch(planned: int | None, count: int) -> int:
-    """The micro-batch that is audited in the end: the last one where the step is shorter.
-
-    Args:
-        planned: What `audited_micro_batch` said.
-        count: Micro-batches that the step turned out to have.
-    """
-    return planned if planned is not None and planned < count else count - 1
-
-
 def audited_share(count: int) -> str:
     """How much of an accumulated step is audited, as a clause; "" if all of it."""
     return f"1 of {count} micro-batches of each audited step" if count > 1 else ""

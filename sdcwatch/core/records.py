@@ -194,6 +194,8 @@ class PreflightDone(Record):
     repeats: int
     """Recomputations without a mismatch over all ranks; the mismatch rate is below 3/repeats."""
     notes: tuple[str, ...] = ()
+    micro_batches: int = 1
+    """Micro-batches of a step, of which an audit looks at one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Protocol, TypedDict
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.checkpoint import audit_due
 from sdcwatch.core.history import CONFIRMED_TO_STOP
-from sdcwatch.core.preflight import Backoff
+from sdcwatch.core.preflight import Backoff, audited_share
 from sdcwatch.core.records import Check, Coverage, Device, GuardState, Outcome, Phase, Verdict
 from sdcwatch.core.replay import LISTED
 from sdcwatch.core.text import list_names, list_ranks
@@ -175,9 +175,10 @@ class Audits:
 
     def obstacle(self, window: StepWindow) -> str:
         """Why the step of this rank cannot be audited, or ""; preflight judges obstacles itself."""
-        if window.backward is None or not window.backward.calls:
+        audited = window.audited
+        if audited is None or not audited.calls:
             return "no gradient arrived at an output of the module that DDP wraps"
-        if not window.backward.audited:
+        if not audited.audited:
             return "the module was called before the step was known to be audited"
         own = own_step(window)
         if own is None:  # pragma: no cover - an audited backward has digests
@@ -274,6 +275,7 @@ class Audits:
         self.postponed = False
         if preflight.coverage is Coverage.OUTPUTS_ONLY:
             own = replace(own, gradients=None)
+        self._say_the_share(own)
         result = self._ring.run(step, own)
         self._reporter.audited(result.total, result.comparisons, result.seconds)
         outcome = result.judgement.outcome
@@ -290,6 +292,12 @@ class Audits:
         self.last_clean = None
         self._gate.forget()
         return replace(self._judged(verdict), audited=True)
+
+    def _say_the_share(self, own: OwnStep) -> None:
+        """The preflight record tells it; a loop may accumulate more later."""
+        known = self._preflight.coverage is None or own.of == self._preflight.micro_batches
+        if not known and (share := audited_share(own.of)):
+            self._reporter.note_once(f"share_{own.of}", f"audits look at {share}", level="info")
 
     def _first_ring(self, result: AuditResult) -> bool:
         """One of the first audits; whether it ended preflight without full coverage."""

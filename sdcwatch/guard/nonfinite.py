@@ -378,8 +378,8 @@ def _summarise(
 
 
 def own_step(window: StepWindow) -> OwnStep | None:
-    """What was captured of the synchronising backward; None if it cannot be replayed."""
-    backward = window.backward
+    """What was captured of the backward that is audited; None if it cannot be replayed."""
+    backward = window.audited
     if backward is None or not backward.audited or backward.outputs is None:
         return None
     return OwnStep(
@@ -389,6 +389,7 @@ def own_step(window: StepWindow) -> OwnStep | None:
         doors=backward.doors,
         problem=_problem(backward),
         communicates=backward.communicated,
+        of=window.count,
     )
 
 

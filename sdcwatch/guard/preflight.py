@@ -22,6 +22,7 @@ from sdcwatch.core.preflight import (
     FirstRings,
     PreflightJudgement,
     SelfAudit,
+    audited_share,
     judge_common,
     judge_preflight,
 )
@@ -70,6 +71,7 @@ class Preflight:
         repeats: Recomputations without a mismatch, over all ranks.
         local: No replay has communicated.
         payload_bytes: Bytes of the largest micro-batch of any rank so far.
+        micro_batches: Most micro-batches that a step of any rank had so far: an audit looks at one.
         common: What all ranks made of one micro-batch; None before they were asked.
         waits: The first audits were not clean: the next due step goes on, not the next step.
     """
@@ -101,6 +103,7 @@ class Preflight:
         self.repeats = 0
         self.local = True
         self.payload_bytes = 0
+        self.micro_batches = 1
         self.reason = ""
         self.notes: tuple[str, ...] = ()
         self.common: CommonJudgement | None = None
@@ -143,12 +146,13 @@ class Preflight:
             to.
         """
         operation = f"the preflight of step {step}"
-        message = {"audit": asdict(self._audit(own)), "bytes": self.payload_bytes}
+        message = {"audit": asdict(self._audit(own)), "bytes": self.payload_bytes, "of": own.of}
         rows = gather_json(self._exchange, message, operation)
         audits = [SelfAudit(**_tuples(row["audit"])) for row in rows]
         audits = self._traced(audits, own, operation)
         self.local = self.local and not any(audit.collectives for audit in audits)
         self.payload_bytes = max(row["bytes"] for row in rows)
+        self.micro_batches = max(self.micro_batches, *(row["of"] for row in rows))
         judgement = judge_preflight(
             audits,
             deterministic=self.deterministic,
@@ -168,10 +172,12 @@ class Preflight:
         named = outcome is Outcome.SUSPECT
         if self._passed >= self._rounds and (self._rings.enough or named):
             kernels = "deterministic kernels" if self.deterministic else "your own kernels"
+            share = audited_share(self.micro_batches)
             self.notes = (*self.notes, *self._said_of_the_payload())
             self.decide(
                 Coverage.FULL,
-                f"step and replay are equal bit for bit on {self._passed} steps, with {kernels}",
+                f"step and replay are equal bit for bit on {self._passed} steps, with {kernels}"
+                + (f"; audits look at {share}" if share else ""),
             )
 
     def _same_everywhere(self, own: OwnStep, operation: str) -> bool:

@@ -71,6 +71,7 @@ class OwnStep:
         doors: Ways by which gradients entered other than by the outputs.
         problem: Why it must not be compared for another reason, or "".
         communicates: The call has run a collective.
+        of: Micro-batches of the step, of which this is one.
     """
 
     micro_batch: MicroBatch
@@ -79,6 +80,7 @@ class OwnStep:
     doors: tuple[str, ...] = ()
     problem: str = ""
     communicates: bool = False
+    of: int = 1
 
 
 @dataclass(frozen=True, slots=True)

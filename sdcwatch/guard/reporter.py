@@ -90,6 +90,7 @@ class Answer(Protocol):
     deterministic: bool
     repeats: int
     notes: tuple[str, ...]
+    micro_batches: int
 
     @property
     def differing(self) -> tuple[int, ...]:
@@ -230,6 +231,7 @@ class Reporter:
                 deterministic_kernels=preflight.deterministic,
                 repeats=preflight.repeats,
                 notes=preflight.notes,
+                micro_batches=preflight.micro_batches,
             )
         )
         if coverage is not Coverage.FULL:

@@ -26,6 +26,7 @@ from sdcwatch.checks import torch_internals as internals
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.nonfinite import RankFinite, after_join
 from sdcwatch.core.outcomes import finding
+from sdcwatch.core.preflight import audited_micro_batch
 from sdcwatch.core.records import (
     Action,
     Check,
@@ -119,6 +120,7 @@ class StepController:
         self._queued = False
         self._watch = WeightWatch(guarded.named)
         self._running = 0
+        self._last_count: int | None = None
         self.skips = SkipTracker(
             guarded,
             reporter,
@@ -151,7 +153,8 @@ class StepController:
             with internals.dispatch_modes_off():
                 self._recorder.shadow.begin()
         self._synchronises = self._guarded.synchronises
-        if not self._synchronises or not self.audits.due(window.step):
+        wanted = window.wanted(synchronises=self._synchronises)
+        if not wanted or not self.audits.due(window.step):
             return False
         if self.audits.deterministic:
             self._recorder.switches.apply()
@@ -180,7 +183,8 @@ class StepController:
         if self._window is None:
             self.step += 1
             self._reporter.step = self.step
-            self._window = StepWindow(self.step)
+            planned = audited_micro_batch(self._config.seed, self.step, self._last_count)
+            self._window = StepWindow(self.step, planned)
         return self._window
 
     # --- the backward ---
@@ -203,8 +207,11 @@ class StepController:
         """A backward under ``no_sync`` has ended: nothing is decided."""
         with internals.dispatch_modes_off():
             backward = self._recorder.capture.end_backward()
-            if backward is not None:
-                self._recorder.capture.keep(backward)
+            if backward is None:
+                return
+            if self._window is not None and self._window.accumulate(backward):
+                self._recorder.switches.restore()
+            self._recorder.capture.keep(backward)
 
     def _backward_begins(self) -> None:
         if self._queued:
@@ -225,6 +232,7 @@ class StepController:
             with internals.dispatch_modes_off():
                 self._recorder.shadow.writes(self._watch.backward_ended())
                 window.backward, window.earlier = capture.end_backward(), capture.take_kept()
+                self._last_count = window.count
                 self._decide(window)
                 self._replicas.software.backward_ended()
         except BaseException as error:
@@ -257,7 +265,7 @@ class StepController:
             # What an investigation has used up cannot be audited; the next step makes up for it.
             if agreed != Code.SEEN and self.audits.due(window.step):
                 window.decision = self.audits.run(window, recorded=agreed == Code.CLEAN)
-        window.backward = None  # lets go of what was copied
+        window.forget()
         self._carry_out(window.decision)
 
     def _nonfinite(self, window: StepWindow, own: RankFinite) -> Decision:
@@ -431,6 +439,9 @@ class StepController:
         """Leave nothing behind of a step that ended in an exception."""
         self._clear()
         self._recorder.capture.abort()
+        if self._window is not None:
+            self._window.forget()
+            self._window.accumulated = 0
 
     def _clear(self) -> None:
         self._queued = False

@@ -56,7 +56,11 @@ class StepWindow:
         step: Its number.
         backward: What the synchronising backward left; None before it has ended, and where no call
             of the module got a gradient in it.
+        planned: Number of the micro-batch that an audit of the step looks at, from 0; None for the
+            last one.
         earlier: What backwards of the same step left that only accumulated.
+        accumulated: How many of them there were.
+        chosen: The one of these that an audit looks at; None if it looks at the last one.
         decision: None until the synchronising backward has ended.
         stepped: Optimizers that have stepped, or were made to skip, by id.
         updated: All of them have.
@@ -64,17 +68,46 @@ class StepWindow:
     """
 
     step: int
+    planned: int | None = None
     backward: Backward | None = None
     earlier: Kept = field(default_factory=lambda: Kept((), 0))
+    accumulated: int = 0
+    chosen: Backward | None = None
     decision: Decision | None = None
     stepped: set[int] = field(default_factory=set)
     updated: bool = False
     started: float = field(default_factory=time.perf_counter)
 
-    def recorded(self, *, audit: bool) -> bool:
-        """Whether the backward came through a call of the module; captured for one, if `audit`."""
-        backward = self.backward
-        return backward is not None and backward.calls > 0 and (backward.audited or not audit)
+    @property
+    def count(self) -> int:
+        """Micro-batches of the step, at the end of its synchronising backward."""
+        return self.accumulated + 1
+
+    @property
+    def audited(self) -> Backward | None:
+        """The backward that an audit looks at."""
+        return self.chosen or self.backward
+
+    def wanted(self, *, synchronises: bool) -> bool:
+        """Whether an audit of the step would look at the call that begins.
+
+        One call in a step, wherever in it: where the planned micro-batch never came, the last one.
+        """
+        if self.chosen is not None:
+            return False
+        return synchronises or self.accumulated == self.planned
+
+    def accumulate(self, backward: Backward) -> bool:
+        """A backward that only accumulated has ended; whether it is the one to be audited."""
+        self.accumulated += 1
+        if self.chosen is not None or not backward.audited:
+            return False
+        self.chosen = backward
+        return True
+
+    def forget(self) -> None:
+        """Let go of what was copied for an audit."""
+        self.backward = self.chosen = None
 
     def micro_batches(self) -> list[MicroBatch]:
         """Every micro-batch of the step that was kept, in order. Copies those of plain steps."""

@@ -13,7 +13,6 @@ from sdcwatch.core.preflight import (
     SelfAudit,
     audited_micro_batch,
     audited_share,
-    chosen_micro_batch,
     environment_differences,
     judge_common,
     judge_preflight,
@@ -241,15 +240,8 @@ def test_every_micro_batch_of_an_accumulated_step_is_audited_sooner_or_later():
     assert drawn != [audited_micro_batch(1, step, 4) for step in range(400)]
 
 
-@pytest.mark.parametrize(
-    ("last", "count", "expected"),
-    [(None, 4, {3}), (1, 4, {3}), (4, 1, {0}), (4, 2, {0, 1}), (4, 4, {0, 1, 2, 3})],
-)
-def test_the_last_micro_batch_is_audited_where_there_was_none_or_the_step_is_shorter(
-    last, count, expected
-):
-    planned = [audited_micro_batch(3, step, last) for step in range(100)]
-    assert {chosen_micro_batch(p, count) for p in planned} == expected
+def test_nothing_is_planned_for_a_step_that_follows_none_or_one_without_accumulation():
+    assert {audited_micro_batch(0, step, last) for step in range(9) for last in (None, 1)} == {None}
 
 
 def test_the_share_that_is_audited_is_said():
