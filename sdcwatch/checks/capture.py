@@ -520,14 +520,13 @@ class CallCapture:
         audited = bool(self._leaf_hooks) and all(record.audit for record in arrivals)
         # Copies of the records: the records themselves let go of their inputs.
         held = {copy.copy(record): a for record, a in arrivals.items()}
-        probes = [s for record in arrivals for s in record.probes]
         problem = self.failure or self.replicas.missed(window.log)
         backward = Backward(
             len(arrivals),
             audited,
             sum(r.held_bytes + a.held_bytes for r, a in held.items()),
             functools.partial(make_micro_batch, window, held, self.state, self.signatures, problem),
-            probes=stacked(probes, self.device),
+            probes=stacked([s for record in arrivals for s in record.probes], self.device),
             arrived=stacked(window.probes, self.device),
             loss=next((r.scalar for r in reversed(list(arrivals))), None),
         )

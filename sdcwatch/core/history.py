@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from sdcwatch.core.enums import Check, Outcome
+from sdcwatch.core.enums import Check, Coverage, Outcome
+from sdcwatch.core.records import PreflightDone, Record, RunStarted
 from sdcwatch.core.topology import RankInfo
 
 STRIKE_WINDOW = 20
@@ -36,6 +37,23 @@ Device = tuple[str, str]
 def device_of(info: RankInfo) -> Device:
     """The device on which a rank runs."""
     return info.instance_id, info.gpu
+
+
+def devices_that_matched(records: Iterable[Record]) -> frozenset[Device]:
+    """Devices that have matched others in some segment of a run, by the preflights of its records.
+
+    Args:
+        records: Starts and preflights of the run in their order; others are passed over.
+    """
+    found: set[Device] = set()
+    ranks: Sequence[RankInfo] = ()
+    for record in records:
+        if isinstance(record, RunStarted):
+            ranks = record.ranks
+        elif isinstance(record, PreflightDone) and record.coverage is Coverage.FULL:
+            left_out = frozenset(record.left_out)
+            found |= {device_of(info) for info in ranks if info.rank not in left_out}
+    return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +167,10 @@ class History:
         if (matches, apart) == (self.matched, self.differing):
             return self
         return replace(self, matched=matches, differing=apart)
+
+    def known(self, ranks: Sequence[RankInfo]) -> frozenset[int]:
+        """Ranks on devices that matched in an earlier segment of the run."""
+        return frozenset(i.rank for i in ranks if device_of(i) in self.matched_earlier)
 
     def audited(self, outcome: Outcome, confirmed: Sequence[int]) -> History:
         """An audit came to an outcome.

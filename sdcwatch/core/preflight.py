@@ -260,6 +260,8 @@ class CommonJudgement:
         sides: The first rank of each side, the largest first, where none is a majority.
         cause: `SOFTWARE` or `DEVICE` where something tells; `UNKNOWN` without.
         operator: The operation in which they begin to differ, as a trace found; "" without.
+        audited: Ranks that hold another value and are audited all the same: their devices matched
+            in an earlier segment.
     """
 
     matched: tuple[int, ...]
@@ -270,6 +272,7 @@ class CommonJudgement:
     sides: tuple[int, ...] = ()
     cause: Cause = Cause.UNKNOWN
     operator: str = ""
+    audited: tuple[int, ...] = ()
 
 
 def judge_common(
@@ -278,6 +281,7 @@ def judge_common(
     topology: Topology,
     *,
     deciding: Collection[str] = (),
+    known: Collection[int] = (),
 ) -> CommonJudgement:
     """Judge what every rank computed from one common micro-batch, with the same weights.
 
@@ -291,6 +295,8 @@ def judge_common(
         topology: Where the ranks are.
         deciding: Facts that choose kernels: a rank in which one is not that of the majority is left
             out even if this micro-batch came to the same bits.
+        known: Ranks on devices that matched in an earlier segment of the run: where no fact about
+            software separates those that differ, the audits judge these as any other.
     """
     decide = sorted(deciding)
     sides: dict[tuple[str, ...], list[int]] = {}
@@ -331,12 +337,25 @@ def judge_common(
     )
     if failed:
         how += f" ({_raised(failed)})"
-    reason = (
-        f"{list_ranks(rest)} {how}, and is left out of the audits: the forward is not the same "
-        f"function there{OR_BROKEN}"
-    )
-    said = _with_facts(reason, separating)
-    return CommonJudgement(tuple(most), rest, None, said, separating, cause=_cause(separating))
+    apart = rest if separating else tuple(rank for rank in rest if rank not in known)
+    again = tuple(rank for rank in rest if rank not in apart)
+    said = _with_facts(f"{list_ranks(rest)} {how}{_left_out(apart, again)}", separating)
+    cause = _cause(separating)
+    return CommonJudgement(tuple(most), apart, None, said, separating, cause=cause, audited=again)
+
+
+def _left_out(apart: Sequence[int], again: Sequence[int]) -> str:
+    """What becomes of ranks that differ, as clauses."""
+    parts = [""]
+    if apart:
+        who = list_ranks(apart) if again else "and"
+        parts.append(
+            f"{who} is left out of the audits: the forward is not the same function "
+            f"there{OR_BROKEN}"
+        )
+    if again:
+        parts.append(f"the device of {list_ranks(again)} matched in an earlier segment: audited")
+    return ", ".join(parts)
 
 
 def _cause(separating: Sequence[str]) -> Cause:

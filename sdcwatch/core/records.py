@@ -196,6 +196,8 @@ class PreflightDone(Record):
     notes: tuple[str, ...] = ()
     micro_batches: int = 1
     """Micro-batches of a step, of which an audit looks at one."""
+    left_out: tuple[int, ...] = ()
+    """Ranks that differ, and that the audits leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,13 +197,14 @@ class Preflight:
             [{**row["facts"], **row["more"]} for row in rows],
             self._topology,
             deciding={name for row in rows for name in row["facts"]},
+            known=self._memory.history.known(self._topology.ranks),
         )
         self.common = common = self._common_traced(common, message, operation)
         self._memory.compared(common)
         if common.coverage is not None:
             self.decide(common.coverage, common.reason)
             return False
-        if self.differing:
+        if self.differing or common.audited:
             self.notes = tuple(dict.fromkeys((*self.notes, common.reason)))
         return True
 

@@ -24,7 +24,7 @@ from sdcwatch.checks.replay import ReplayOptions, ReplayResult
 from sdcwatch.checks.serialise import NotTransportable
 from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.disputes import conclude_audit, plan_audit_traces
-from sdcwatch.core.history import History
+from sdcwatch.core.history import Device, History
 from sdcwatch.core.preflight import CommonJudgement, environment_differences
 from sdcwatch.core.records import SHOWN, Cause, Comparison, Outcome, Phase
 from sdcwatch.core.replay import (
@@ -153,14 +153,17 @@ class AuditPolicy:
 class SegmentMemory:
     """Holds what a segment remembers, once for all checks.
 
+    Args:
+        matched_earlier: Devices that matched others in earlier segments of the run.
+
     Attributes:
         history: Replaced after each check, with the same value on every rank.
         separating: Facts that separate the ranks that differ from the others.
         why_differing: Why they do, as far as was found out.
     """
 
-    def __init__(self) -> None:
-        self.history = History()
+    def __init__(self, matched_earlier: frozenset[Device] = frozenset()) -> None:
+        self.history = History(matched_earlier=matched_earlier)
         self.separating: tuple[str, ...] = ()
         self.why_differing = Cause.UNKNOWN
 

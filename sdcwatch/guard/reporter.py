@@ -232,6 +232,7 @@ class Reporter:
                 repeats=preflight.repeats,
                 notes=preflight.notes,
                 micro_batches=preflight.micro_batches,
+                left_out=preflight.differing,
             )
         )
         if coverage is not Coverage.FULL:

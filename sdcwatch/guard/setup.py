@@ -26,6 +26,7 @@ from sdcwatch.checks.replay import Replayer
 from sdcwatch.checks.shadow import ForwardShadow
 from sdcwatch.checks.trace import REPEATS, disputed_trace, repeated_trace
 from sdcwatch.config import GuardConfig, LauncherEnvironment, launcher_environment
+from sdcwatch.core.history import Device, device_of, devices_that_matched
 from sdcwatch.core.introduction import (
     Introduction,
     files_needed,
@@ -64,7 +65,7 @@ from sdcwatch.guard.observing import loss_scale
 from sdcwatch.guard.preflight import Preflight, ReplayCheck
 from sdcwatch.guard.replay import AuditPolicy, RingAudit, SegmentMemory
 from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
-from sdcwatch.guard.sharing import gather_json
+from sdcwatch.guard.sharing import gather_json, share_bytes
 from sdcwatch.guard.step import StepController
 from sdcwatch.guard.tracing import Tracing
 from sdcwatch.guard.updates import UpdateLog
@@ -72,7 +73,7 @@ from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Recorder
 from sdcwatch.sinks.base import SCRAPE_SECONDS, Sink
 from sdcwatch.sinks.build import build_sinks
-from sdcwatch.sinks.jsonl import run_id_of
+from sdcwatch.sinks.jsonl import run_id_of, segments_of
 from sdcwatch.sinks.wandb import active_run_id
 
 MIB = 2**20
@@ -88,6 +89,7 @@ class Meeting:
         topology: Who is where.
         audits_off: Why there will be no audits, or "".
         notes: What a person should know from the start.
+        matched_earlier: Devices here that matched others in earlier segments of the run.
     """
 
     run: str
@@ -95,6 +97,7 @@ class Meeting:
     topology: Topology
     audits_off: str
     notes: tuple[str, ...]
+    matched_earlier: frozenset[Device] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,23 @@ def meet(
     unguarded = why_partly_guarded(guarded.module, guarded.optimizers)
     said = (note if not off else "", off, unguarded, what_is_left_out(guarded))
     notes = tuple(n for n in said if n)
-    return Meeting(ranks[0].run, ranks[0].run_id, topology, off, notes)
+    earlier = frozenset[Device]() if off else tell_matched(exchange, infos, run_dir_of(config, run))
+    return Meeting(ranks[0].run, ranks[0].run_id, topology, off, notes, earlier)
+
+
+def tell_matched(exchange: Exchange, infos: Sequence[RankInfo], run_dir: Path) -> frozenset[Device]:
+    """Devices that matched others in an earlier segment of the run, by the log that rank 0 sees.
+
+    Every rank calls it.
+    """
+    own = {}
+    if exchange.rank == 0:
+        known = devices_that_matched(segments_of(run_dir))
+        bits = sum(1 << i.rank for i in infos if device_of(i) in known)
+        own[0] = bits.to_bytes(-(-bits.bit_length() // 8), "little")
+    (told,) = share_bytes(exchange, own, 1, "sdcwatch.init")
+    found = int.from_bytes(told, "little")
+    return frozenset(device_of(info) for info in infos if found >> info.rank & 1)
 
 
 def _report(
@@ -332,7 +351,7 @@ def _replay_check(
     rounds = config.preflight_micro_batches
     trace = partial(disputed_trace, replayer)
     policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts, trace)
-    memory = SegmentMemory()
+    memory = SegmentMemory(meeting.matched_earlier)
     return ReplayCheck(
         Preflight(
             exchange,

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from sdcwatch.core.records import (
     Closing,
+    PreflightDone,
     Progress,
     Record,
     RunStarted,
@@ -273,6 +274,18 @@ def run_id_of(run_dir: Path) -> str:
                 if f'"kind":"{RunStarted.kind}"' in line:  # other lines need not be parsed
                     known = str(json.loads(line).get("run_id") or known)
     return known or uuid.uuid4().hex
+
+
+def segments_of(run_dir: Path) -> Iterator[RunStarted | PreflightDone]:
+    """Starts and preflights of the earlier segments of the run, log by log, as far as readable."""
+    marks = [f'"kind":"{kind.kind}"' for kind in (RunStarted, PreflightDone)]
+    with contextlib.suppress(OSError, ValueError):
+        for path in event_files(run_dir):
+            for number, line in _lines(path):
+                if any(mark in line for mark in marks):  # other lines need not be parsed
+                    record = _decoded(path, number, line)
+                    if isinstance(record, (RunStarted, PreflightDone)):
+                        yield record
 
 
 class RunSoFar:

@@ -9,8 +9,9 @@ from sdcwatch.core.history import (
     History,
     StrikeLedger,
     device_of,
+    devices_that_matched,
 )
-from sdcwatch.core.records import Check, Outcome
+from sdcwatch.core.records import Check, Coverage, Outcome, PreflightDone, RunStarted
 
 A, B, C = ("i-0", "gpu-a"), ("i-0", "gpu-b"), ("i-1", "gpu-c")
 
@@ -23,6 +24,30 @@ def test_a_device_is_known_by_its_instance_and_gpu_whatever_its_rank(topology):
     infos = topology("2x2").ranks
     assert device_of(infos[3]) == ("i-1", "cpu-sim-node-1-1")
     assert len({device_of(info) for info in infos}) == 4
+
+
+def test_devices_have_matched_that_a_full_preflight_did_not_leave_out(topology):
+    def start(ranks):
+        return RunStarted(
+            step=0, time=1.0, run="r", version="1", ranks=ranks, fault_domain="node",
+            mode="enforce", on_failure="skip", audit_every=10, fingerprint_every=5,
+            checkpoint_every=None, max_audit_age=10, quorum=2, parameters=4, parameter_bytes=64,
+        )  # fmt: skip
+
+    def armed(coverage=Coverage.FULL, left_out=()):
+        return PreflightDone(
+            step=3, time=2.0, coverage=coverage, reason="", deterministic_kernels=False, repeats=4,
+            left_out=left_out,
+        )  # fmt: skip
+
+    ranks = topology("2x2").ranks
+    devices = [device_of(info) for info in ranks]
+    assert devices_that_matched([start(ranks)]) == frozenset()
+    assert devices_that_matched([start(ranks), armed(Coverage.OFF)]) == frozenset()
+    records = [start(ranks), armed(left_out=(1, 2)), start(ranks[:2]), armed(left_out=(0,))]
+    found = devices_that_matched(records)
+    assert found == {devices[0], devices[1], devices[3]}
+    assert History(matched_earlier=found).known(ranks) == {0, 1, 3}
 
 
 def test_the_first_strike_names_nobody_and_the_second_of_the_same_device_does():

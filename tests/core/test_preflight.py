@@ -124,6 +124,21 @@ def test_a_minority_differs_with_the_facts_that_separate_it(ranks, topology):
     assert separating in judgement.reason
 
 
+def test_a_device_that_matched_in_an_earlier_segment_stays_in_the_audits_unless_facts_differ(
+    topology,
+):
+    values = ["y" if rank in (2, 3) else "x" for rank in range(6)]
+    one = judge_common(values, [HERE] * 6, topology("3x2"), known={3})
+    assert one.differing == (2,)
+    assert "rank 2 is left out of the audits" in one.reason
+    assert "the device of rank 3 matched in an earlier segment: audited" in one.reason
+    both = judge_common(values, [HERE] * 6, topology("3x2"), known={2, 3, 5})
+    assert (both.differing, both.coverage) == ((), None)
+    assert "left out" not in both.reason
+    facts = [{**HERE, "torch": "2.8.0"} if rank in (2, 3) else HERE for rank in range(6)]
+    assert judge_common(values, facts, topology("3x2"), known={2, 3}).differing == (2, 3)
+
+
 def test_facts_that_do_not_separate_the_sides_are_not_blamed(topology):
     values = ["x", "x", "x", "y", "x", "x"]
     facts = [{**HERE, "hash_seed": str(r % 2)} for r in range(6)]
