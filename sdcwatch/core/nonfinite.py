@@ -242,6 +242,18 @@ def plan_nonfinite_replays(facts: Sequence[RankFinite], topology: Topology) -> d
     return plan
 
 
+def plan_own_replays(facts: Sequence[RankFinite]) -> tuple[int, ...]:
+    """Which flagged ranks replay their own micro-batches, with and without the loss scale.
+
+    Where no other domain can replay, and every flagged rank scales its loss: an overflow of the
+    scale is normal then. One that shows in the facts already needs no replay.
+    """
+    seen = _sight(facts)
+    if seen.short or seen.weights or seen.overflow or not seen.scaled.issuperset(seen.flagged):
+        return ()
+    return tuple(rank for rank in seen.flagged if rank not in seen.kept_out)[:REPLAYED]
+
+
 def plan_nonfinite_repeats(
     replays: Mapping[int, ReplayFinite], *, times: int = REPEATS
 ) -> tuple[tuple[int, int, int], ...]:

@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from sdcwatch.core.records import Count, Durations, Progress, Record
+from sdcwatch.core.records import Cause, Check, Count, Durations, Outcome, Progress, Record
 
 FRESH_SECONDS = 60.0
 """How long every progress record of a segment is written; then they are merged."""
 LONGEST_SECONDS = 30.0
 """What one written progress record spans at most: as much of the passes is lost in a crash."""
+AHEAD_SECONDS = 5.0
+"""After a written progress record, how long a verdict or a skip does not make the next be written
+ahead of its time: a run that skips every step would write as many as it has steps."""
 KEPT = 2000
 """Progress records that a reader holds at least before it merges neighbours."""
 
@@ -43,18 +46,18 @@ def merged_durations(entries: Iterable[Durations]) -> tuple[Durations, ...]:
 
 def merged(first: Progress, second: Progress) -> Progress:
     """The progress of two neighbouring windows of one segment, the later one second."""
-    counts, overhead = Counter[tuple[object, ...]](), dict[str, float]()
-    names = {(c.check, c.outcome): c for c in (*first.counts, *second.counts)}
+    counts, overhead = Counter[tuple[Check, Outcome, Cause]](), dict[str, float]()
     for window in (first, second):
         for entry in window.counts:
-            counts[entry.check, entry.outcome] += entry.count
+            counts[entry.check, entry.outcome, entry.cause] += entry.count
         for name, seconds in window.overhead_seconds.items():
             overhead[name] = round(overhead.get(name, 0.0) + seconds, 7)
     return replace(
         second,
         first_step=min(first.first_step, second.first_step),
         counts=tuple(
-            Count(check=c.check, outcome=c.outcome, count=counts[key]) for key, c in names.items()
+            Count(check=check, outcome=outcome, count=count, cause=cause)
+            for (check, outcome, cause), count in counts.items()
         ),
         comparisons=first.comparisons + second.comparisons,
         output_mismatches=first.output_mismatches + second.output_mismatches,

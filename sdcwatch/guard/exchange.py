@@ -32,15 +32,14 @@ import torch.distributed as dist
 
 from sdcwatch.core.waiting import Answer, Finding, Position, Stage, describe, judge_wait
 from sdcwatch.errors import ConfigurationError, Desync, RankGone
+from sdcwatch.guard.arrivals import Arrivals
 from sdcwatch.guard.waits import DeviceResult, HostBuffer, Messages, issued, unfinished
-from sdcwatch.guard.watchdog import STORE_SECONDS, LivenessCheck, bounded, ran_apart
+from sdcwatch.guard.watchdog import LivenessCheck, bounded, ran_apart
 
 RECHECK_SECONDS = 60.0
 """Time between two liveness checks while a rank is late."""
 MOMENT_SECONDS = 0.5
 """What an operation may take to end once its last rank has come."""
-ARRIVALS = 62
-"""Ranks per counter of the bitmap of arrivals."""
 SAVE_SECONDS = 3600.0
 """How long other ranks wait for one that saves a checkpoint."""
 HARD_SECONDS = 2 * SAVE_SECONDS
@@ -184,34 +183,9 @@ class GlooExchange:
     def _await_everyone(self) -> None:
         """Meet in the store first: making a group waits for its hard timeout."""
         started = time.monotonic()
-        word, bit = divmod(self.rank, ARRIVALS)
-
-        def arrive() -> None:
-            self._store.add(f"arrived/{word}", 1 << bit)
-            if self._store.add("started", 1) == self.world_size:
-                self._store.set("everyone", "1")
-            self._store.wait(["everyone"], timedelta(seconds=self._deadline))
-
-        _, problem = bounded(arrive, self._deadline + STORE_SECONDS)
-        if problem:
-            missing, unknown = bounded(self._not_arrived, STORE_SECONDS)
-            bounded(lambda: self._let_others_read(missing or ()), STORE_SECONDS)
-            finding = Finding(silent=missing or (), store_error=unknown)
+        finding, problem = Arrivals(self._store, self.rank, self.world_size).meet(self._deadline)
+        if finding is not None:
             self._gone(finding, "sdcwatch.init", time.monotonic() - started, problem)
-
-    def _not_arrived(self) -> tuple[int, ...]:
-        words = [self._store.add(f"arrived/{w}", 0) for w in range(-(-self.world_size // ARRIVALS))]
-        ranks = range(self.world_size)
-        return tuple(r for r in ranks if not words[r // ARRIVALS] >> r % ARRIVALS & 1)
-
-    def _let_others_read(self, missing: Sequence[int]) -> None:
-        """Leave last if this rank may host the store, so that all others learn who is missing."""
-        self._store.add("read", 1)
-        end = time.monotonic() + STORE_SECONDS
-        while self.rank == 0 and time.monotonic() < end:
-            if self._store.add("read", 0) >= self.world_size - len(missing):
-                return
-            time.sleep(0.05)
 
     def _make_group(self) -> Any:
         # Made directly rather than by new_group, which every rank of the job would have to call,

@@ -1,13 +1,16 @@
 """Check 1: what this rank saw, read off the device once per step, and what became of it.
 
-The investigation runs only when a rank saw something, so it may gather. The flagged rank's
+The investigation runs only when a rank saw something, so it may gather: 20 bytes of each rank. What
+flagged ranks have to say besides is shared among the few slots that are asked. The flagged rank's
 micro-batches travel to a rank on another node with the gradients that arrived at their outputs, so
 that a scaled overflow overflows again. What the facts mean is decided in `sdcwatch.core.nonfinite`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,6 +22,7 @@ from sdcwatch.checks.replay import GradientSum, ReplayOptions, ReplayResult
 from sdcwatch.core.arbitration import REPEATS
 from sdcwatch.core.disputes import conclude_nonfinite, plan_nonfinite_traces
 from sdcwatch.core.nonfinite import (
+    REPLAYED,
     NonfiniteJudgement,
     RankFinite,
     Repeated,
@@ -28,6 +32,7 @@ from sdcwatch.core.nonfinite import (
     judge_nonfinite,
     plan_nonfinite_repeats,
     plan_nonfinite_replays,
+    plan_own_replays,
     remember,
 )
 from sdcwatch.core.topology import Topology
@@ -43,7 +48,7 @@ from sdcwatch.guard.replay import (
     unpack_or_error,
     value_of,
 )
-from sdcwatch.guard.sharing import gather_json
+from sdcwatch.guard.sharing import share_bytes
 from sdcwatch.guard.tracing import Tracing
 from sdcwatch.guard.window import StepWindow
 
@@ -105,11 +110,11 @@ class NonfiniteInvestigation:
                 issued; before preflight has looked, None, also in compiled code.
         """
         operation = f"the non-finite check of step {step}"
-        message = {**asdict(own), "count": len(micro_batches)}
-        rows = gather_json(self._exchange, message, operation)
-        counts = [0 if local is False else row["count"] for row in rows]
+        rows = self._exchange.gather(pack_facts(own, len(micro_batches)), operation)
+        facts, kept = unpack_facts(rows)
+        facts = self._with_reasons(facts, own, operation)
+        counts = [0] * len(kept) if local is False else kept
         self._stopping = ReplayOptions(forbid_collectives=True, where_eager=local is not None)
-        facts = [RankFinite(**{k: v for k, v in row.items() if k != "count"}) for row in rows]
         if not any(f.reduced or f.loss for f in facts):
             # What is not finite makes a reduced value so: here the sum of a probe overflowed.
             facts = [replace(f, local=False, arrived=False) for f in facts]
@@ -143,6 +148,23 @@ class NonfiniteInvestigation:
             self._held = {}
         self._memory.history = remember(self._memory.history, judgement, self._topology, step=step)
         return judgement
+
+    def _with_reasons(
+        self, facts: Sequence[RankFinite], own: RankFinite, operation: str
+    ) -> list[RankFinite]:
+        """Why the first ranks that cannot be replayed cannot. Every rank calls it."""
+        said = [f.rank for f in facts if f.not_replayable][:REPLAYED]
+        if not said:
+            return list(facts)
+        texts = {said.index(own.rank): own.not_replayable[:_TEXT]} if own.rank in said else {}
+        shared = share_bytes(
+            self._exchange, {s: t.encode() for s, t in texts.items()}, len(said), operation
+        )
+        known = dict(zip(said, shared, strict=True))
+        return [
+            replace(f, not_replayable=known[f.rank].decode()) if f.rank in known else f
+            for f in facts
+        ]
 
     def _traced(
         self,
@@ -216,8 +238,10 @@ class NonfiniteInvestigation:
             own.append(
                 RepeatsFinite(producer=producer, rank=me, made=len(made), nonfinite=sum(made))
             )
-        rows = self._gather([asdict(r) for r in own], operation, REPEATS * max(counts))
-        return tuple(RepeatsFinite(**item) for row in rows for item in row)
+        slots = {(rank, producer): slot for slot, (rank, producer, _) in enumerate(orders)}
+        said = {slots[r.rank, r.producer]: asdict(r) for r in own}
+        found = self._shared(said, len(orders), operation, REPEATS * max(counts))
+        return tuple(RepeatsFinite(**item) for item in found)
 
     def _nonfinite_again(
         self, micro_batches: Sequence[MicroBatch], seen: RankFinite
@@ -237,7 +261,11 @@ class NonfiniteInvestigation:
             results = [self._replayed(m) for m in micro_batches]
             if not any(map(problem_of, results)):
                 values.add(tuple(value_of(table_of(r, gradients=True)) for r in results))
-        rows = self._gather(len(values) > 1, operation, REPEATS * max(1, len(micro_batches)))
+        rows = self._exchange.gather(
+            b"x" * (len(values) > 1),
+            operation,
+            extra_seconds=SECONDS_PER_REPLAY * REPEATS * max(1, len(micro_batches)),
+        )
         return tuple(rank for rank, row in enumerate(rows) if row)
 
     def _limited(self, step: int) -> bool:
@@ -285,48 +313,93 @@ class NonfiniteInvestigation:
             )
             for p, results in found.items()
         ]
-        return self._share(own, operation, 2 * sum(counts[p] for p in plan))
+        return self._share(own, tuple(plan), operation, 2 * sum(counts[p] for p in plan))
 
     def _without_scale(
         self, facts: Sequence[RankFinite], micro_batches: Sequence[MicroBatch], operation: str
     ) -> dict[int, ReplayFinite]:
         """No other domain can replay, and the flagged ranks scale their loss.
 
-        An overflow of the scale is normal then: each flagged rank repeats its own micro-batches
+        An overflow of the scale is normal then: the first of them repeat their own micro-batches
         with and without it. Its own word counts only if it explains the value for all of them.
         """
-        flagged = [f.rank for f in facts if f.local or f.loss]
-        if not flagged or not all(facts[r].loss_scaled for r in flagged):
+        asked = plan_own_replays(facts)
+        if not asked:
             return {}
         me = self._exchange.rank
         own = []
-        if me in flagged:
+        if me in asked:
             results = [self._replayed(m) for m in micro_batches]
             pairs = zip(micro_batches, results, strict=True)
             free = [
                 self._replayed(m, scale_free=True) for m, r in pairs if _nonfinite(r, facts[me])
             ]
             own.append(_summarise(facts[me], me, results, free, damaged=False, summed=False))
-        replays = self._share(own, operation, 2 * len(micro_batches))
+        replays = self._share(own, asked, operation, 2 * len(micro_batches))
         explained = all(r.nonfinite and r.nonfinite_unscaled is False for r in replays.values())
         return replays if explained else {}
 
     def _share(
-        self, own: Sequence[ReplayFinite], operation: str, replays: int
+        self, own: Sequence[ReplayFinite], asked: Sequence[int], operation: str, replays: int
     ) -> dict[int, ReplayFinite]:
-        rows = self._gather([asdict(r) for r in own], operation, replays)
-        found = [ReplayFinite(**item) for row in rows for item in row]
-        return {r.producer: r for r in found}
+        """What replays of the ranks in `asked` came to, on every rank. Every rank calls it."""
+        said = {asked.index(r.producer): asdict(r) for r in own}
+        found = self._shared(said, len(asked), operation, replays)
+        return {r.producer: r for r in (ReplayFinite(**item) for item in found)}
 
     def _replayed(self, micro_batch: MicroBatch, **options: Any) -> ReplayResult:
         """One replay, with these `ReplayOptions` besides what preflight found of collectives."""
         return self._replay(micro_batch, replace(self._stopping, **options))
 
-    def _gather(self, own: object, operation: str, replays: int) -> list[Any]:
-        """Every rank's value, from ranks that make so many replays first."""
-        return gather_json(
-            self._exchange, own, operation, extra_seconds=SECONDS_PER_REPLAY * replays
+    def _shared(
+        self, own: Mapping[int, object], slots: int, operation: str, replays: int
+    ) -> list[Any]:
+        """What a few ranks have to say, by slot, after they made so many replays."""
+        messages = share_bytes(
+            self._exchange,
+            {slot: json.dumps(value).encode() for slot, value in own.items()},
+            slots,
+            operation,
+            extra_seconds=SECONDS_PER_REPLAY * replays,
         )
+        return [json.loads(message) for message in messages if message]
+
+
+_ROW = struct.Struct("<HHQQ")
+_MARKS = ("local", "reduced", "loss", "weights", "loss_scaled", "reduced_nan", "arrived", "nan")
+_UNSAID = "it was not kept"
+_TEXT = 500
+"""Characters of a reason that travel."""
+_MOST = 2**16 - 1
+
+
+def pack_facts(own: RankFinite, micro_batches: int) -> bytes:
+    """What one rank saw, and of how many micro-batches: 20 bytes, for every rank has to hold all.
+
+    Of `not_replayable` it says only that there is a reason.
+    """
+    marks = [bool(getattr(own, name)) for name in _MARKS] + [bool(own.not_replayable)]
+    bits = sum(mark << bit for bit, mark in enumerate(marks))
+    return _ROW.pack(bits, min(micro_batches, _MOST), own.buckets_reduced, own.buckets_expected)
+
+
+def unpack_facts(rows: Sequence[bytes]) -> tuple[list[RankFinite], list[int]]:
+    """What every rank saw, in rank order, and the numbers of their micro-batches."""
+    facts, counts = [], []
+    for rank, row in enumerate(rows):
+        bits, count, reduced, expected = _ROW.unpack(row)
+        marks = {name: bool(bits >> bit & 1) for bit, name in enumerate(_MARKS)}
+        facts.append(
+            RankFinite(
+                rank=rank,
+                buckets_reduced=reduced,
+                buckets_expected=expected,
+                not_replayable=_UNSAID if bits >> len(_MARKS) & 1 else "",
+                **marks,
+            )
+        )
+        counts.append(count)
+    return facts, counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +440,7 @@ def _summarise(
     summed: bool,
 ) -> ReplayFinite:
     errors = [problem for r in results if (problem := problem_of(r))]
-    error = errors[0] if errors else ("the payload arrived damaged" if damaged else "")
+    error = errors[0][:_TEXT] if errors else ("the payload arrived damaged" if damaged else "")
     return ReplayFinite(
         producer=seen.rank,
         replayer=replayer,

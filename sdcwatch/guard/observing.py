@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from sdcwatch.checks.captured import Backward
-from sdcwatch.checks.nonfinite import confirm_nonfinite
+from sdcwatch.checks.nonfinite import confirm_nonfinite, probe
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.serialise import Scope
 from sdcwatch.checks.torch_internals import live_grad_scalers
@@ -204,9 +204,12 @@ def weights_nonfinite(
         guarded: Whose weights and buffers.
         before: A buffer as it was before the step, which may have poisoned it.
     """
-    return any(confirm_nonfinite(p.detach()) for _, p in guarded.named) or any(
-        _is_poisoned(before(buffer)) for buffer in _read_buffers(guarded.module)
-    )
+    weights = [p.detach() for _, p in guarded.named]
+    sums = _on(guarded.device, [probe(w) for w in weights])
+    # One read for all weights; a sum may overflow, hence the exact answer.
+    if not bool(torch.isfinite(sums).all()) and any(map(confirm_nonfinite, weights)):
+        return True
+    return any(_is_poisoned(before(buffer)) for buffer in _read_buffers(guarded.module))
 
 
 def _read_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -189,11 +189,13 @@ class LivenessCheck:
     def _read_along(self, store: Any, key: str) -> None:
         """Remember what was found: once the connections break, it may be too late to ask."""
         end = time.monotonic() + 2 * self.window_seconds
+        pause = _LOOK_SECONDS
         while time.monotonic() < end and not self._stopped:
             if store.check([key]):
                 self.found = Finding.decode(store.get(key), rank=-1)
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)  # a few looks by each rank, however many there are
 
     def exported(self) -> None:
         """Say that whoever reports this run has done so."""

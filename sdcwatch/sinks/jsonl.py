@@ -7,7 +7,8 @@ ever appended to. A process that dies in mid-line leaves a torn line; the next s
 fresh one, and readers skip what is no record.
 
 A long run stays readable: after its first minute neighbouring progress records are merged before
-they are written (`sdcwatch.core.thinning`), and before any other record what is held goes first. A
+they are written (`sdcwatch.core.thinning`), and before any other record what is held goes first,
+before verdicts and skips at most once in five seconds. A
 log that somebody rotates is followed: a file that was moved away is opened anew, one that was
 truncated is appended to, and readers take ``events.jsonl.1`` and ``events.jsonl.2.gz`` as well.
 
@@ -32,13 +33,15 @@ from sdcwatch.core.records import (
     Progress,
     Record,
     RunStarted,
+    UpdateSkipped,
+    Verdict,
     build,
     decode,
     encode,
     plain,
 )
 from sdcwatch.core.summary import RunSummary, SummaryBuilder
-from sdcwatch.core.thinning import interval_seconds, merged
+from sdcwatch.core.thinning import AHEAD_SECONDS, interval_seconds, merged
 from sdcwatch.sinks.base import BaseSink
 
 if TYPE_CHECKING:
@@ -98,7 +101,9 @@ class JsonlSink(BaseSink):
         if isinstance(record, RunStarted):
             self._started = self._written_at = record.time
         try:
-            self._write_held()
+            waits = isinstance(record, (Verdict, UpdateSkipped))  # there may be one in every step
+            if not (waits and 0 <= record.time - self._written_at < AHEAD_SECONDS):
+                self._write_held()
         finally:
             self._write(record)
 

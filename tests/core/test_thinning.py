@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from sdcwatch.core.records import (
+    Cause,
     Check,
     CheckpointEvent,
     CheckpointResult,
@@ -46,6 +47,20 @@ def test_two_windows_add_up_and_the_later_one_has_the_last_word() -> None:
     assert both.overhead_seconds == {"nonfinite": 0.5}
     assert (both.loss, both.steps_at_risk) == (0.1, 20)
     assert sum(both.durations[0].counts) == 20
+
+
+def test_counts_of_other_causes_stay_apart() -> None:
+    def counted(cause: Cause, number: int) -> tuple[Count, ...]:
+        return (
+            Count(check=Check.NONFINITE, outcome=Outcome.REPRODUCIBLE, count=number, cause=cause),
+        )
+
+    both = merged(
+        progress(10, counts=counted(Cause.SCALING, 3) + counted(Cause.DATA, 1)),
+        progress(20, counts=counted(Cause.SCALING, 4)),
+    )
+
+    assert {c.cause: c.count for c in both.counts} == {Cause.SCALING: 7, Cause.DATA: 1}
 
 
 def test_a_run_folded_from_thinned_records_is_the_run_folded_from_all() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from sdcwatch.core.records import Outcome
 from sdcwatch.errors import Desync
 from sdcwatch.guard.exchange import NEUTRAL, Exchange, GlooExchange, Operation, agree
+from sdcwatch.guard.fingerprint import ReplicaSet, WeightCheck
 from sdcwatch.testing import GlooPool, ThreadExchange, run_threads
 
 Body = Callable[[Exchange], Any]
@@ -45,6 +47,21 @@ def out_of_step(exchange: Exchange) -> str:
     except Desync as error:
         return str(error)
     return "no error"
+
+
+def disagreement(exchange: Exchange) -> tuple[Any, ...]:
+    """Rank 2 holds other bits in all of a hundred tensors, then in one."""
+    said: list[Any] = []
+    for wrong in (range(100), (41,)):
+        named = [(f"w{i}", torch.full((3,), float(i))) for i in range(100)]
+        for i in wrong if exchange.rank == 2 else ():
+            named[i][1][1] += 1
+        check = WeightCheck(ReplicaSet(exchange, lambda named=named: named))  # type: ignore[misc]
+        assert not check.equal("a test")
+        judgement = check.dissent("a test", 4.0)
+        differing = judgement.disagreements
+        said += [judgement.outcome, judgement.reason, len(differing), differing[0].note]
+    return tuple(said)
 
 
 def on_gloo(rank: int, group: Any, name: str) -> Any:
@@ -88,6 +105,19 @@ def test_ranks_at_different_operations_all_learn_who_is_where(
     assert len(set(said)) == 1
     assert "rank 0: save_checkpoint of step 7" in said[0]
     assert "rank 2: the end of the backward of step 7" in said[0]
+
+
+def test_of_a_disagreement_the_tensors_that_differ_are_gathered_and_a_few_of_them_looked_at(
+    everywhere: Callable[[Body, int], list[Any]],
+) -> None:
+    rows = everywhere(disagreement, 4)
+    assert rows == [rows[0]] * 4
+    every, one = rows[0][:4], rows[0][4:]
+    assert "rank 2 dissents from the majority of 4" in every[1]
+    assert every[2] == 64
+    assert "rank 2 dissents from the majority of 4 on 1 of 100 tensors (w41)" in one[1]
+    assert (one[0], one[2]) == (Outcome.SUSPECT, 1)
+    assert "element 1" in one[3]
 
 
 def test_a_message_that_nobody_expects_is_an_error_between_threads() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from sdcwatch.core.waiting import Finding, Stage, describe
+from sdcwatch.guard.arrivals import Arrivals
 from sdcwatch.guard.watchdog import LivenessCheck
 
 WINDOW_SECONDS = 0.6
@@ -178,3 +179,22 @@ def test_the_thread_that_answers_ends_when_its_rank_closes() -> None:
         pass  # comes back: each rank ended its own wait
     with pytest.raises(RuntimeError):  # nobody left a question behind
         one._store.wait(["ask/2/to/0"], timedelta(milliseconds=10))
+
+
+def test_of_a_rank_that_never_comes_one_rank_reads_and_all_learn() -> None:
+    world, store = 200, dist.HashStore()
+    clients = [CountingStore(store) for _ in range(world)]
+    found: list[tuple[Finding | None, str]] = []
+
+    def arrive(rank: int) -> None:
+        found.append(Arrivals(clients[rank], rank, world).meet(1.0))
+
+    threads = [threading.Thread(target=arrive, args=(r,)) for r in range(world) if r != 130]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(found) == world - 1
+    assert all(f is not None and f.silent == (130,) and problem for f, problem in found)
+    assert sum(client.requests for client in clients[1:]) < 8 * world

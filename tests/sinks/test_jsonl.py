@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sdcwatch.core.records import Note, Progress, encode
+from sdcwatch.core.records import Note, Progress, SkipReason, UpdateSkipped, encode
 from sdcwatch.sinks.jsonl import JsonlSink, read_records
 
 
@@ -115,6 +115,23 @@ def test_a_day_of_ten_steps_a_second_stays_under_ten_megabytes(tmp_path):
 
     assert steps == 12_000
     assert 72 * size < 9_000_000
+
+
+def test_a_run_that_skips_every_step_writes_few_lines_of_progress(tmp_path):
+    log = JsonlSink(tmp_path / "events.jsonl")
+    for step in range(1, 3601):
+        log.emit(_second(step))
+        log.emit(
+            UpdateSkipped(step=step, time=float(step), reason=SkipReason.SCALER, consecutive=step)
+        )
+    log.close(1.0)
+
+    records = read_records(tmp_path)
+
+    progress = [r for r in records if isinstance(r, Progress)]
+    assert len(records) - len(progress) == 3600
+    assert sum(r.plain_steps for r in progress) == 3600
+    assert len(progress) < 3600 / 4
 
 
 def test_what_is_held_is_written_at_the_end(tmp_path):

@@ -1,0 +1,76 @@
+"""How ranks meet: counted in the store, so that who does not come is named within the deadline."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from sdcwatch.core.waiting import Finding
+from sdcwatch.guard.watchdog import STORE_SECONDS, bounded
+
+RANKS_PER_WORD = 62
+"""Ranks per counter of the bitmap of arrivals: the store counts in signed 64-bit integers."""
+
+
+class Arrivals:
+    """How all ranks of one exchange meet; a rank makes a few requests, however many there are.
+
+    Args:
+        store: A corner of the store that all ranks of one exchange share and nobody else uses.
+        rank: This rank.
+        world_size: How many there are.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+
+    def meet(self, deadline_seconds: float) -> tuple[Finding | None, str]:
+        """Arrive, and wait for the others. Every rank calls it.
+
+        Returns:
+            None once all have come; else who has not, and what went wrong.
+        """
+        word, bit = divmod(self._rank, RANKS_PER_WORD)
+
+        def arrive() -> None:
+            self._store.add(f"arrived/{word}", 1 << bit)
+            if self._store.add("started", 1) == self._world_size:
+                self._store.set("everyone", "1")
+            self._store.wait(["everyone"], timedelta(seconds=deadline_seconds))
+
+        _, problem = bounded(arrive, deadline_seconds + STORE_SECONDS)
+        if not problem:
+            return None, ""
+        missing, unknown = bounded(self._who_is_missing, 2 * STORE_SECONDS)
+        bounded(lambda: self._let_others_read(missing or ()), STORE_SECONDS)
+        return Finding(silent=missing or (), store_error=unknown), problem
+
+    def _who_is_missing(self) -> tuple[int, ...]:
+        """The first that asks reads the bitmap, the others read what it found."""
+        if self._store.add("looks", 1) > 1:
+            self._store.wait(["missing"], timedelta(seconds=STORE_SECONDS))
+            return tuple(r for r in json.loads(self._store.get("missing")) if r != self._rank)
+        missing = self._not_arrived()
+        self._store.set("missing", json.dumps(missing))
+        return missing
+
+    def _not_arrived(self) -> tuple[int, ...]:
+        counters = range(-(-self._world_size // RANKS_PER_WORD))
+        words = [self._store.add(f"arrived/{w}", 0) for w in counters]
+        return tuple(
+            rank
+            for rank in range(self._world_size)
+            if not words[rank // RANKS_PER_WORD] >> rank % RANKS_PER_WORD & 1
+        )
+
+    def _let_others_read(self, missing: Sequence[int]) -> None:
+        """Leave last if this rank may host the store, so that all others learn who is missing."""
+        self._store.add("read", 1)
+        end = time.monotonic() + STORE_SECONDS
+        while self._rank == 0 and time.monotonic() < end:
+            if self._store.add("read", 0) >= self._world_size - len(missing):
+                return
+            time.sleep(0.05)
