@@ -142,7 +142,7 @@ class NonfiniteInvestigation:
                 repeated = replace(repeated, restless=restless)
                 judgement = self._judge(facts, replays, repeated, trusted=trusted)
             judgement = self._traced(judgement, facts, replays, operation)
-            if local is False and any(row["count"] for row in rows):
+            if local is False and any(kept):
                 judgement = replace(judgement, reason=f"{judgement.reason} ({_NOT_LOCAL})")
         finally:
             self._held = {}
