@@ -143,18 +143,24 @@ def _big(raw: str, config: dict[str, Any]) -> tuple[str, str]:
     """Word and colour of a value of a stat."""
     if (found := look(raw, config)) is not None:
         return found
+    if not _number(raw):  # the value of a label
+        return raw, color(0, config)
     number = float(raw)
     return text(number, config["unit"], config.get("decimals")), color(number, config)
 
 
 def _table(panel: dict[str, Any], results: Results) -> str:
     organize = next(t for t in panel["transformations"] if t["id"] == "organize")["options"]
-    rows: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
+    rows: dict[tuple[tuple[str, str | None], ...], dict[str, str]] = {}
+    names_of = [{k for s in result for k in s["metric"]} for _, result in results if result]
+    shared = set.intersection(*names_of) - {"__name__"} if names_of else set()
     for target, result in results:
         value = f"Value #{target['refId']}" if len(results) > 1 else "Value"
         for series in result:
             labels = {k: v for k, v in series["metric"].items() if k != "__name__"}
-            row = rows.setdefault(tuple(sorted(labels.items())), dict(labels))
+            # As Grafana's merge does it: rows are one where the labels agree that all queries have.
+            row = rows.setdefault(tuple(sorted((k, labels.get(k)) for k in shared)), {})
+            row |= labels
             row[value] = series["value"][1]
     order = sorted(organize["indexByName"], key=organize["indexByName"].get)
     names = {source: organize["renameByName"].get(source, source) for source in order}

@@ -6,11 +6,14 @@ answer at all means that there is no such run.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sdcwatch.core.catalog import (
     CHECKPOINT_INFO,
     CHECKPOINTS,
     EVENT_INFO,
     GUARD_STATE,
+    LAST_GOOD_CHECKPOINT_STEP,
     LAST_PROGRESS_TIME,
     OVERHEAD_TIME,
     RANK_EVIDENCE,
@@ -253,11 +256,37 @@ def highest(metric: Metric, scope: Scope) -> str:
     return dedup_exporters(f"max_over_time({select(metric, scope)}[{RANGE.text}])", scope)
 
 
-def checkpoint_path(scope: Scope) -> str:
-    """Where the last good checkpoint is, as the label `path`."""
-    known = select(CHECKPOINT_INFO, scope)
-    moments = f"max_over_time((last_over_time({known}[1m]) * 0 + time())[{RANGE.text}:1m])"
-    return f"topk by ({scope.labels()}) (1, {dedup_exporters(moments, scope, 'path')})"
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Which text of an info metric is meant: the one whose step a gauge has.
+
+    Attributes:
+        by: Labels of gauge and text, besides those of the run.
+        step: Label of the text that holds the step.
+        text: Label that holds the text.
+    """
+
+    by: tuple[str, ...]
+    step: str
+    text: str
+
+
+def told_at(info: str, gauge: str, scope: Scope, told: Told) -> str:
+    """The text of an info metric at the step that a gauge has, the labels `step` and `text`.
+
+    Earlier texts are in the same window; the gauge says which one holds, also after the end.
+    """
+    by = scope.labels(*told.by)
+    step = f'count_values by ({by}) ("{told.step}", {gauge})'
+    texts = dedup_exporters(info, scope, *told.by, told.step, told.text)
+    return f"topk by ({by}) (1, {texts} and on ({by}, {told.step}) {step})"
+
+
+def checkpoint(scope: Scope, window: Window = RANGE) -> str:
+    """The last good checkpoint, as the labels `step` and `path`."""
+    step = dedup_exporters(newest(select(LAST_GOOD_CHECKPOINT_STEP, scope), scope, window), scope)
+    info = newest(select(CHECKPOINT_INFO, scope), scope, window)
+    return told_at(info, step, scope, Told(by=(), step="step", text="path"))
 
 
 def ranks_suspect(scope: Scope) -> str:

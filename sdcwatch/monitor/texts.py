@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from sdcwatch.core.catalog import (
-    CHECKPOINT_INFO,
     GUARD_STATE,
     LAST_EVENT_STEP,
     RUN_INFO,
     SUSPECT_INFO,
-    Metric,
 )
 from sdcwatch.monitor import run_queries
 from sdcwatch.monitor.config import MonitorConfig
-from sdcwatch.monitor.promql import Scope, Window, dedup_exporters, last, rule_scope, select
+from sdcwatch.monitor.promql import Scope, Window, dedup_exporters, last, newest, rule_scope, select
 
 DAY = Window.of("1d")
 
@@ -68,19 +66,22 @@ class Lookup:
         return f"({expr}) * 0 + on ({on}) group_left ({keep}) ({self.ask(scope)})"
 
 
-def _newest_text(metric: Metric, by: tuple[str, ...], keep: tuple[str, ...]) -> Callable[..., str]:
-    """The text that an info metric had last, also after the process ended."""
+def _evidence(scope: Scope) -> str:
+    return run_queries.told_at(
+        last(select(SUSPECT_INFO, scope), DAY),
+        run_queries.last_finding(scope, *run_queries.DEVICE),
+        scope,
+        run_queries.Told(by=run_queries.DEVICE, step="last_step", text="evidence"),
+    )
 
-    def ask(scope: Scope) -> str:
-        now = dedup_exporters(select(metric, scope), scope, *by, *keep)
-        moments = (
-            f"max_over_time((last_over_time({select(metric, scope)}[1m]) * 0 + time())[1d:1m])"
-        )
-        then = f"topk by ({scope.labels(*by)}) (1, {dedup_exporters(moments, scope, *by, *keep)})"
-        earlier = f"{then} unless on ({scope.labels(*by)}) {now}"
-        return f"topk by ({scope.labels(*by)}) (1, {now} or {earlier})"
 
-    return ask
+def _checkpoint(scope: Scope) -> str:
+    return run_queries.checkpoint(scope, DAY)
+
+
+def _run_dir(scope: Scope) -> str:
+    known = dedup_exporters(newest(select(RUN_INFO, scope), scope, DAY), scope, "run_dir")
+    return f"topk by ({scope.labels()}) (1, {known})"
 
 
 def _going_on(scope: Scope) -> str:
@@ -96,8 +97,7 @@ def _going_on(scope: Scope) -> str:
 def _counts(scope: Scope) -> str:
     device = run_queries.DEVICE
     counted = run_queries.wrong_in(scope, *device, "check")
-    known = dedup_exporters(last(select(SUSPECT_INFO, scope), DAY), scope, *device)
-    return f"{counted} unless on ({scope.labels(*device)}) ({known})"
+    return f"{counted} unless on ({scope.labels(*device)}) ({_evidence(scope)})"
 
 
 EVIDENCE = Lookup(
@@ -105,7 +105,7 @@ EVIDENCE = Lookup(
     run_queries.DEVICE,
     ("evidence",),
     "Evidence: {{ .Labels.evidence }}. ",
-    _newest_text(SUSPECT_INFO, run_queries.DEVICE, ("evidence",)),
+    _evidence,
 )
 """How sure it is: n of m, reproduced or not, the operation."""
 
@@ -140,23 +140,22 @@ CHECKPOINT = Lookup(
     (),
     ("step", "path"),
     "Last good checkpoint: step {{ .Labels.step }}{{ with .Labels.path }}, {{ . }}{{ end }}. ",
-    _newest_text(CHECKPOINT_INFO, (), ("step", "path")),
+    _checkpoint,
 )
-_RUN_DIR = _newest_text(RUN_INFO, (), ("run_dir",))
 RUN_DIR = Lookup(
     "run_dir",
     (),
     ("run_dir",),
     "{{ with .Labels.run_dir }}"
     "Run directory: {{ . }} (first: sdcwatch suspects {{ . }}). {{ end }}",
-    _RUN_DIR,
+    _run_dir,
 )
 REPORT = Lookup(
     "report",
     (),
     ("run_dir",),
     "{{ with .Labels.run_dir }}Run directory: {{ . }} (first: sdcwatch report {{ . }}). {{ end }}",
-    _RUN_DIR,
+    _run_dir,
 )
 """Where the event log is, and the first command to type."""
 

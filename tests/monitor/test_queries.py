@@ -197,6 +197,21 @@ def test_the_first_lines_of_the_run_page_still_answer_ten_minutes_after_the_end(
         assert ask("Last good checkpoint", at)
 
 
+@pytest.mark.promtool
+def test_the_path_to_resume_from_is_that_of_the_last_good_checkpoint_however_young(
+    dashboards: dict[str, dict[str, Any]], substitute: Any, recorded: Any
+) -> None:
+    """The recorded run ends 43 seconds after its last checkpoint; earlier ones are in the range."""
+    recording = recorded.runs["default_faults"]
+    panels = {p["title"]: p for p in dashboards["run"]["panels"]}
+    expression = panels["Resume from"]["targets"][0]["expr"]
+    seconds = recording.end - recording.start + 1800
+    for at in (recording.end - 30, recording.end, recording.end + 600):
+        filled = substitute(expression, run=recording.run, range_seconds=seconds)
+        (answer,) = recorded.instant(filled, at)
+        assert answer["metric"]["path"].endswith("/step-160"), at
+
+
 def _firing(rules: list[dict[str, Any]], name: str, server: Any, at: float) -> list[dict[str, str]]:
     (rule,) = (r for r in rules if r["alert"] == name)
     return [result["metric"] for result in server.instant(rule["expr"], at)]

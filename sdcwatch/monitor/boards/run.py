@@ -165,7 +165,7 @@ def _verdict_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
 
 
 def _consequences_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
-    path = run_queries.checkpoint_path(scope)
+    path = run_queries.checkpoint(scope)
 
     def count(expression: str) -> Query:
         return Query(run_queries.or_none(expression, scope), kind="instant")
