@@ -112,6 +112,8 @@ class LivenessCheck:
         self.stuck_in_forward: Callable[[], bool] = bool
         self._next = 1
         self._asked, self._attempts = Position(), 0
+        self._turn = threading.Lock()
+        self._latest: tuple[Position, Finding, float] | None = None
         self._has_left = self._stopped = False
 
     # --- where this rank is ---
@@ -223,6 +225,7 @@ class LivenessCheck:
         """Ask every rank where it is. Takes at most the window and a little.
 
         Ranks that wait at the same place ask together: the first of them asks, the others read.
+        So do two threads of one rank.
 
         Args:
             asked: Where this rank waits; by default where it is.
@@ -231,6 +234,24 @@ class LivenessCheck:
             What was found; a store that is gone, or does not answer, tells nothing of anybody.
         """
         asked = asked or self.where
+        came = time.monotonic()
+        # A client of the store serves one thread at a time: behind another that waits in it, this
+        # one would run out of time, and find nobody.
+        with self._turn:
+            if (known := self._learnt_since(came, asked)) is not None:
+                return known
+            finding = self._call_in_time(asked)
+            self._latest = asked, finding, time.monotonic()
+            return finding
+
+    def _learnt_since(self, came: float, asked: Position) -> Finding | None:
+        """What another thread of this rank found meanwhile, if that is the answer."""
+        if self._latest is None:
+            return None
+        place, finding, ended = self._latest
+        return finding if place == asked and ended >= came and finding.gone else None
+
+    def _call_in_time(self, asked: Position) -> Finding:
         self._attempts = self._attempts + 1 if asked == self._asked else 1
         self._asked = asked
         base = f"call/{asked.step}/{int(asked.stage)}/{asked.count}/{self._attempts}"
@@ -424,6 +445,7 @@ class Watchdog:
         if not isinstance(error, RuntimeError) or not any(w in str(error) for w in _BROKEN):
             return None
         since, step = self._since or time.monotonic(), self._step
+        self._since = None  # what broke does not hang: nothing is to be said of it twice
         told = self._liveness.found
         if told is not None and told.past:
             return ran_apart(told)

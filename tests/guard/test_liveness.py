@@ -126,6 +126,23 @@ def test_of_the_ranks_that_wait_one_asks_and_all_know() -> None:
     assert sum(f.elected for f in found) == 1
 
 
+def test_two_threads_of_one_rank_ask_once_and_both_know_who_is_silent() -> None:
+    """The watchdog asks, and meanwhile the connection breaks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = LivenessCheck(store, 0, 2, window_seconds=3.0)
+    rank.move(4, Stage.COMPUTING, "in step 4")
+    store.add("call/4/0/0/1/first", 1)  # another rank asks first, and ends before it has an answer
+    found: list[Finding] = []
+    threads = [threading.Thread(target=lambda: found.append(rank.call())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert [f.silent for f in found] == [(1,), (1,)]
+    assert store.add("asks", 0) == 1
+
+
 def test_a_second_question_is_answered_like_the_first() -> None:
     caller, other = liveness(2)
     with answering(caller, other):
