@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
-from sdcwatch.core.records import Cause, Note, Outcome, Verdict
+from sdcwatch.core.records import Cause, Outcome, Verdict
 from sdcwatch.errors import CorruptionDetected
-from sdcwatch.testing import GlooPool, MemorySink
+from sdcwatch.testing import GlooPool
 
 pytestmark = pytest.mark.dist
 
@@ -219,7 +219,10 @@ CASES: dict[str, tuple[type[Script], str]] = {
     "other betas": (Betas, "betas of group 0: (0.9, 0.999) on ranks 0 and 2, (0.9, 0.95)"),
     "another weight decay": (WeightDecay, "weight_decay of group 0"),
     "a scheduler that steps twice": (SchedulerStepsTwice, "lr of group 0"),
-    "another optimizer": (AnotherOptimizer, "the optimizer: AdamW on ranks 0 and 2, Adam on rank 1"),
+    "another optimizer": (
+        AnotherOptimizer,
+        "the optimizer: AdamW on ranks 0 and 2, Adam on rank 1",
+    ),
     "other groups": (OtherGroups, "4 parameters (0.weight, 0.bias, 2.weight and 1 more"),
     "another rate in a tensor": (RateInATensor, "lr of group 0"),
     "weights loaded on one rank": (LoadedOnOneRank, "before any device has computed"),
@@ -236,7 +239,6 @@ CASES: dict[str, tuple[type[Script], str]] = {
 
 def go(rank: int, group: Any, run_dir: str, name: str) -> Any:
     script = CASES[name][0](rank, group)
-    memory = MemorySink()
     script.before()
     verdict: Verdict | None = None
     guard = None
@@ -244,7 +246,6 @@ def go(rank: int, group: Any, run_dir: str, name: str) -> Any:
         guard = sdcwatch.init(
             script.model,
             script.optimizer,
-            sinks=[memory],
             run_dir=f"{run_dir}/{name}",
             node=f"n{rank}",
             audit_every=20,
@@ -266,8 +267,7 @@ def go(rank: int, group: Any, run_dir: str, name: str) -> Any:
             guard.close()
     if verdict is None:
         return None
-    notes = [r.code for r in memory.records if isinstance(r, Note)]
-    return verdict.outcome, verdict.cause, verdict.suspects, code, verdict.reason, notes
+    return verdict.outcome, verdict.cause, verdict.suspects, code, verdict.reason
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -277,7 +277,7 @@ def test_what_one_ranks_script_did_is_software_with_the_evidence_and_nobodys_dev
     rows = pool.run(go, 3, str(tmp_path), name)
     assert rows[0] is not None, "replicas that differ were not found"
     assert all(row == rows[0] for row in rows)
-    outcome, cause, suspects, code, reason, _ = rows[0]
+    outcome, cause, suspects, code, reason = rows[0]
     assert (outcome, cause, suspects, code) == (Outcome.UNATTRIBUTED, Cause.SOFTWARE, (), 85)
     assert CASES[name][1] in reason, reason
 
@@ -299,7 +299,7 @@ class BrokenCell(Script):
 def test_a_broken_memory_cell_with_equal_software_is_still_a_device(
     pool: GlooPool, tmp_path: Path
 ) -> None:
-    outcome, cause, suspects, code, reason, _ = pool.run(broken_cell, 3, str(tmp_path))[2]
+    outcome, cause, suspects, code, reason = pool.run(broken_cell, 3, str(tmp_path))[2]
     assert (outcome, [s.rank for s in suspects], code) == (Outcome.SUSPECT, [ODD], 80)
     assert cause is Cause.NONE
     assert "0.weight" in reason
