@@ -50,7 +50,8 @@ class Loop:
 
 
 def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    logits = model(batch[:, :-1])
+    tokens = batch[:, :-1]
+    logits = model(tokens, torch.ones(tokens.shape))
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
