@@ -322,6 +322,36 @@ def test_bars_are_never_made_of_rates(dashboards: Dashboards) -> None:
             assert panel["targets"][-1]["legendFormat"] == "none", name
 
 
+def test_axes_of_counts_have_whole_numbers_only(dashboards: Dashboards) -> None:
+    """Half ticks of an axis without decimals would carry the text for "no value"."""
+    seen = 0
+    for name, panel in _panels(dashboards):
+        defaults = panel["fieldConfig"]["defaults"]
+        if defaults.get("custom", {}).get("drawStyle") == "bars":
+            seen += 1
+            assert (defaults["decimals"], defaults["custom"]["axisSoftMax"]) == (0, 2), name
+    assert seen > 6
+
+
+def test_what_was_saved_confirmed_and_withheld_is_colored_by_meaning(
+    dashboards: Dashboards,
+) -> None:
+    (panel,) = (p for p in dashboards["run"]["panels"] if p["title"] == "Checkpoints")
+    colors = {
+        o["matcher"]["options"]: p["value"]["fixedColor"]
+        for o in panel["fieldConfig"]["overrides"]
+        for p in o["properties"]
+        if p["id"] == "color"
+    }
+
+    def color(name: str) -> str:
+        (found,) = {c for regex, c in colors.items() if re.search(regex.strip("/"), name)}
+        return found
+
+    assert color("saved: ok") == color("confirmed: ok") == theme.GOOD
+    assert color("withheld: replay") == theme.RESULT_COLORS["withheld"] != theme.GOOD
+
+
 def test_the_sdk_reads_back_what_it_wrote(dashboards: Dashboards) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -150,3 +150,18 @@ def test_a_killed_run_reads_vanished_and_since_last_step_reads_ended(
     assert asked("Guard")["metric"]["state"] == "vanished"
     assert asked("Since last step")["value"][1] == "-1"
     assert asked("Verdict")["metric"]["verdict"] == "clean"
+
+
+@pytest.mark.promtool
+def test_fleet_after_every_run_has_ended_has_no_overhead_and_nothing_live(
+    dashboards: Dashboards, recorded: Any, synthetic: Any, substitute: Any
+) -> None:
+    def asked(title: str) -> list[Any]:
+        expression = _panel(dashboards, "fleet", title)["targets"][0]["expr"]
+        filled = substitute(expression, run="clean", range_seconds=7200)
+        return list(recorded.instant(filled, synthetic.END + 3600))
+
+    assert [a["value"][1] for a in asked("Live now")] == ["0"]
+    for title in ("Highest overhead", "Oldest audit", "Passes / s"):
+        assert asked(title) == [], title
+    assert [a["metric"]["run"] for a in asked("Runs")] == ["clean"]
