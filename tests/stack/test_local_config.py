@@ -16,10 +16,12 @@ from sdcwatch.stack.cli import stack
 from sdcwatch.stack.config import (
     Scrape,
     alertmanager_config,
+    datasource_config,
     prometheus_config,
     read_yaml,
     with_local_links,
     with_short_waits,
+    write_grafana,
     write_local_files,
     write_yaml,
 )
@@ -96,6 +98,15 @@ def test_with_default_ports_the_rules_are_the_committed_ones(tmp_path: Path) -> 
     assert files.dashboards is not None
     ours = {p.name: p.read_bytes() for p in files.dashboards.iterdir()}
     assert ours == {p.name: p.read_bytes() for p in (ROOT / "dashboards").glob("*.json")}
+
+
+def test_the_folders_that_grafana_looks_for_are_there(tmp_path: Path) -> None:
+    """It logs an error at start for each that is missing under provisioning."""
+    source = datasource_config("prometheus", "http://127.0.0.1:9090", 15)
+    write_grafana(tmp_path, 3000, source, tmp_path / "boards")
+
+    found = {path.name for path in (tmp_path / "provisioning").iterdir()}
+    assert found >= {"plugins", "notifiers", "alerting", "datasources", "dashboards"}
 
 
 def test_links_follow_the_ports_unless_somebody_chose_them() -> None:
