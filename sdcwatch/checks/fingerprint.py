@@ -453,7 +453,8 @@ def describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
 
     Returns:
         ``""`` if they do not; ``"sign of zero"``, ``"NaN payload"`` or both if that is all; else
-        which bit of which element, or how many elements. Waits for the device.
+        which bit of which element, or how many elements; and by how many ulps, the steps between
+        neighbouring numbers of the type. Waits for the device.
     """
     if first.dtype != second.dtype or first.shape != second.shape:
         return (
@@ -473,9 +474,44 @@ def describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
     if same_numbers:
         return same_numbers
     bits = int.from_bytes(bytes(flipped_NB[changed_N[0]].tolist()), "little")
+    apart = _ulps(one_N[changed_N], other_N[changed_N])
     if len(changed_N) == 1 and bits.bit_count() == 1:
-        return f"bit {bits.bit_length() - 1} of element {changed_N[0]}"
-    return f"{len(changed_N)} of {one_N.numel()} elements, the first is element {changed_N[0]}"
+        return f"bit {bits.bit_length() - 1} of element {changed_N[0]}{apart}"
+    total = one_N.numel()
+    return f"{len(changed_N)} of {total} elements{apart}, the first is element {changed_N[0]}"
+
+
+_AS_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+_MOST_ULPS = 10**6
+
+
+def _ulps(one_N: torch.Tensor, other_N: torch.Tensor) -> str:
+    """How many steps of their type two sets of finite numbers are apart at most; "" otherwise."""
+    if one_N.is_complex():
+        one_N, other_N = torch.view_as_real(one_N).view(-1), torch.view_as_real(other_N).view(-1)
+    kind = _AS_INTEGERS.get(one_N.dtype)
+    if kind is None or not bool((one_N.isfinite() & other_N.isfinite()).all()):
+        return ""
+    lowest = torch.iinfo(kind).min
+    places = []
+    for flat_N in (one_N, other_N):
+        plain_N = flat_N.contiguous().view(kind).to(torch.int64)
+        # Negative numbers count downwards from zero.
+        places.append(torch.where(plain_N < 0, lowest - plain_N, plain_N))
+    here_N, there_N = places
+    same_N = (here_N < 0) == (there_N < 0)  # there the difference cannot overflow
+    far_N = (here_N.to(torch.float64) - there_N.to(torch.float64)).abs()
+    exact_N = (here_N - there_N).abs().clamp(max=2 * _MOST_ULPS).to(torch.float64)
+    most = int(torch.where(same_N, exact_N, far_N).max().item())
+    if most > _MOST_ULPS:
+        return ", over a million ulps apart"
+    upto = "" if len(one_N) == 1 else "up to "
+    return f", {upto}{most} ulp{'' if most == 1 else 's'} apart"
 
 
 def _same_numbers(one_N: torch.Tensor, other_N: torch.Tensor) -> str:

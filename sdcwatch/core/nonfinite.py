@@ -54,7 +54,9 @@ class RankFinite:
         loss: In its loss, or in outputs of its module.
         weights: In its weights, or in buffers that its forward reads.
         buckets_reduced: Gradient buckets that DDP reduced in this backward.
-        buckets_expected: Gradient buckets of the model.
+        buckets_expected: Gradient buckets of the model; one more than those where nobody knows.
+        not_reduced: Parameters that no bucket held, a few by name.
+        not_reduced_total: How many those are.
         reduced_nan: The reduced gradient holds a NaN: no overflow of a sum makes one.
         loss_scaled: A loss scale was in the gradient that arrived at its loss.
         arrived: In the gradient that arrived at its outputs.
@@ -74,6 +76,8 @@ class RankFinite:
     arrived: bool = False
     nan: bool = False
     not_replayable: str = ""
+    not_reduced: tuple[str, ...] = ()
+    not_reduced_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +185,22 @@ class _Sight:
         if self.flagged or self.outside:
             return Origin.OUTPUT
         return Origin.REDUCED if self.reduced else Origin.NONE
+
+
+def _why_not_reduced(fact: RankFinite, ranks: Sequence[int]) -> str:
+    named = list(fact.not_reduced[:NAMES_SHOWN])
+    more = fact.not_reduced_total - len(named)
+    without = f", without {', '.join(named)}{f' and {more} more' if more > 0 else ''}"
+    return (
+        f"gradients not reduced: {fact.buckets_reduced} of {fact.buckets_expected} buckets on "
+        f"{list_ranks(ranks)}{without if named else ''}; software, no device: call the DDP model "
+        "itself, as model(batch), and not model.module(batch), and leave no_sync for the last "
+        "micro-batch"
+    )
+
+
+NAMES_SHOWN = 3
+"""Parameters that a sentence about gradients that were not reduced lists."""
 
 
 def _sight(facts: Sequence[RankFinite]) -> _Sight:
@@ -492,12 +512,7 @@ def judge_nonfinite(
     """
     seen = _sight(facts)
     if seen.short:
-        rank = seen.short[0]
-        reason = (
-            f"gradients not reduced: {facts[rank].buckets_reduced} of "
-            f"{facts[rank].buckets_expected} buckets on {list_ranks(seen.short)}; "
-            "software, no device"
-        )
+        reason = _why_not_reduced(facts[seen.short[0]], seen.short)
         return NonfiniteJudgement(
             Outcome.NOT_REDUCED, seen.origin, Cause.NONE, (), seen.short[:LISTED], reason
         )

@@ -504,8 +504,12 @@ def _judge_without_blame(
     if compared:
         return None
     if facts.transport:
-        said = f"the payload of {list_ranks(facts.transport)} arrived damaged; no device is named"
-        return AuditJudgement(Outcome.TRANSPORT, said, ranks=facts.transport[:LISTED])
+        ends = {r for pair in _damaged(facts) for r in pair if r is not None}
+        said = (
+            f"{_transported(facts)}; no device is named: look at the network between the two, and "
+            "at the host memory of both"
+        )
+        return AuditJudgement(Outcome.TRANSPORT, said, ranks=tuple(sorted(ends))[:LISTED])
     if failed:
         one = failed[0]
         error = one.replayer_value if is_error(one.replayer_value) else one.producer_value
@@ -519,6 +523,27 @@ def _judge_without_blame(
     return AuditJudgement(
         Outcome.PASS, f"all {count(facts.comparisons_total, 'comparison')} matched bit for bit"
     )
+
+
+def _damaged(facts: AuditFacts) -> list[tuple[int, int | None]]:
+    """Who sent each payload that arrived damaged, and to whom, if that is known."""
+    to = None if facts.pairing is None else facts.pairing.replayer
+    return [(rank, None if to is None else to[rank]) for rank in facts.transport]
+
+
+def _transported(facts: AuditFacts) -> str:
+    pairs = _damaged(facts)
+    shown = [
+        f"rank {sender}" + ("" if to is None else f" to rank {to}")
+        for sender, to in pairs[:PAIRS_SHOWN]
+    ]
+    more = len(pairs) - len(shown)
+    also = f" and {more} more" if more else ""
+    return f"the payload of {', '.join(shown)}{also} arrived damaged"
+
+
+PAIRS_SHOWN = 4
+"""Pairs that a sentence about damaged payloads lists."""
 
 
 def _noun(topology: Topology) -> str:
@@ -566,8 +591,7 @@ def judge_audit(
         case = _Case(replace(judged, mismatches=compared), settlement, topology, quorum, history)
         judgement = case.judge()
         if facts.transport:
-            also = f"; the payload of {list_ranks(facts.transport)} arrived damaged"
-            judgement = replace(judgement, reason=judgement.reason + also)
+            judgement = replace(judgement, reason=f"{judgement.reason}; {_transported(facts)}")
     if judgement.outcome is Outcome.PASS and history is not None:
         apart = history.differing - matched_ranks(facts, history.differing)
         return _left_out(facts, tuple(sorted(apart))) if apart else judgement

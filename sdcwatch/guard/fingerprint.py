@@ -69,10 +69,12 @@ class ReplicaSet:
     Attributes:
         exchange: The group.
         named: Called for the local tensors, by name, in the same order on every rank.
+        spoken: A name as a person is told it.
     """
 
     exchange: Exchange
     named: Callable[[], Named]
+    spoken: Callable[[str], str] = str
 
 
 class WeightCheck:
@@ -141,7 +143,10 @@ class WeightCheck:
         )
         judgement = judge_fingerprints(names, tables, software=facts)
         notes = self._describe(judgement.disagreements[:DESCRIBED], operation)
-        noted = [replace(d, note=notes.get(d.tensor, "")) for d in judgement.disagreements]
+        noted = [
+            replace(d, tensor=self._replicas.spoken(d.tensor), note=notes.get(d.tensor, ""))
+            for d in judgement.disagreements
+        ]
         return replace(judgement, disagreements=tuple(noted))
 
     def _numbers(

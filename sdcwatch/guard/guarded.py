@@ -68,6 +68,14 @@ class Guarded:
         """Whether DDP reduces gradients in the backward of the call that it makes now."""
         return self.ddp is None or bool(self.ddp.require_backward_grad_sync)
 
+    def spoken(self) -> dict[str, str]:
+        """Each parameter's name for a person: of a tied weight, all its names."""
+        names: dict[int, list[str]] = {}
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(p), []).append(name.replace("_orig_mod.", ""))
+        others = {n: [o for o in names.get(id(p), ()) if o != n] for n, p in self.named}
+        return {n: f"{n} (also {', '.join(also)})" if also else n for n, also in others.items()}
+
     def replicated(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
         """Tensors that must hold the same bits on every rank."""
         tensors: list[tuple[str, torch.Tensor]] = list(self.compared)

@@ -18,12 +18,15 @@ from sdcwatch.checks.shadow import KeptAttributes
 from sdcwatch.guard.exchange import all_reduce_async
 
 UserHook = tuple[Any, Callable[..., Any]]
+LEARNED_BACKWARDS = 4
+"""Backwards in which it is asked which parameters a bucket holds."""
 
 
 class GradientProbes:
     """State of the communication hook over one synchronising backward.
 
     Attributes:
+        buckets_total: Buckets of the model; 0 before one backward was reduced as a whole.
         local: One screen per bucket, of the local gradient before the all-reduce.
         reduced: One screen per bucket, of the reduced gradient.
         elements: Gradient elements reduced so far.
@@ -44,6 +47,10 @@ class GradientProbes:
         self.local: list[torch.Tensor] = []
         self.reduced: list[torch.Tensor] = []
         self.elements = 0
+        self.buckets: list[tuple[int, int]] = []  # number and size of each that was reduced
+        self.buckets_total = 0
+        self._held: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._backwards = 0
         self.homes: Mapping[int, int] = {}
         self._kept: KeptAttributes | None = None
 
@@ -73,6 +80,8 @@ class GradientProbes:
         self.local.clear()
         self.reduced.clear()
         self.elements = 0
+        self.buckets.clear()
+        self._backwards += 1
         self.homes = homes
 
     def put_back(self) -> None:
@@ -91,6 +100,7 @@ class GradientProbes:
         if self._on_bucket is not None:
             self._on_bucket()
             self.elements += _elements(buffer, bucket)
+            self._note(bucket, buffer)
             self.local.append(probe(buffer))
         if self._user_hook is not None:
             state, hook = self._user_hook
@@ -100,6 +110,21 @@ class GradientProbes:
             future = all_reduce_async(buffer, self._group)
         screened: torch.futures.Future[torch.Tensor] = future.then(self._reduced)
         return screened
+
+    def _note(self, bucket: GradBucket, buffer: torch.Tensor) -> None:
+        known = bucket.index(), buffer.numel()
+        self.buckets.append(known)
+        # DDP makes other buckets after the first backward, perhaps of the same sizes.
+        if known not in self._held or self._backwards <= LEARNED_BACKWARDS:
+            self._held[known] = tuple(map(id, bucket.parameters()))
+
+    def complete(self) -> None:
+        """Every gradient of the backward has been reduced: so many buckets there are."""
+        self.buckets_total = len(self.buckets)
+
+    def reduced_parameters(self) -> set[int]:
+        """Ids of the parameters whose gradients were reduced in this backward."""
+        return {one for known in self.buckets for one in self._held[known]}
 
     def _average(self, buffer: torch.Tensor, bucket: GradBucket) -> None:
         # DDP multiplies by 1/W, but divides sparse gradients and those that already were views of

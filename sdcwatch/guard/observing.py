@@ -19,7 +19,7 @@ from sdcwatch.checks.nonfinite import confirm_nonfinite, probe
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.serialise import Scope
 from sdcwatch.checks.torch_internals import live_grad_scalers
-from sdcwatch.core.nonfinite import RankFinite
+from sdcwatch.core.nonfinite import NAMES_SHOWN, RankFinite
 from sdcwatch.guard.guarded import Guarded, plain_name
 from sdcwatch.guard.hook import GradientProbes
 from sdcwatch.guard.window import StepWindow
@@ -95,11 +95,14 @@ def look(
     values = [_on(guarded.device, group) for group in parts]
     _, losses, _, _, seen_local, seen_reduced = values
     told = torch.cat((losses, seen_local, seen_reduced))
+    short = guarded.ddp is not None and probes.elements < _expected_elements(guarded)
+    if not short:
+        probes.complete()
     return Seen(
         torch.cat(values),
         tuple(v.numel() for v in values),
         torch.isfinite(told).all().logical_not(),
-        guarded.ddp is not None and probes.elements < _expected_elements(guarded),
+        short,
     )
 
 
@@ -125,7 +128,8 @@ def observed(
     reduced_nonfinite = _nonfinite_in(seen_reduced)
     if reduced_nonfinite:  # the sum of finite numbers may overflow
         reduced_nonfinite = any(confirm_nonfinite(g) for g in _gradients(guarded))
-    counted = guarded.ddp is not None
+    missing = _not_reduced(guarded, probes) if seen.short else []
+    reduced_buckets = len(probes.buckets)
     own = RankFinite(
         rank=rank,
         local=_nonfinite_in(seen_local),
@@ -133,10 +137,14 @@ def observed(
         # Of an output that is no scalar, infinities may be a mask's: a fact beside a gradient only.
         loss=_nonfinite_in(losses) or (_nonfinite_in(seen_local) and _nonfinite_in(outputs)),
         weights=False,
-        buckets_reduced=probes.elements if counted else 0,
-        buckets_expected=_expected_elements(guarded) if counted else 0,
+        buckets_reduced=reduced_buckets,
+        buckets_expected=(
+            max(probes.buckets_total, reduced_buckets + 1) if seen.short else reduced_buckets
+        ),
         arrived=_nonfinite_in(arrived),
         nan=any(map(math.isnan, (*seen_local, *arrived))),
+        not_reduced=tuple(missing[:NAMES_SHOWN]),
+        not_reduced_total=len(missing),
     )
     return own, next(iter((*recorded, *losses)), None)
 
@@ -187,9 +195,19 @@ def _gradients(guarded: Guarded) -> list[torch.Tensor]:
     return [p.grad for _, p in guarded.named if p.grad is not None]
 
 
-def _expected_elements(guarded: Guarded) -> int:
+def _expected(guarded: Guarded) -> list[tuple[str, torch.nn.Parameter]]:
     ignored = {plain_name(n) for n in getattr(guarded.ddp, "parameters_to_ignore", ())}
-    return sum(p.numel() for n, p in guarded.named if p.requires_grad and n not in ignored)
+    return [(n, p) for n, p in guarded.named if p.requires_grad and n not in ignored]
+
+
+def _expected_elements(guarded: Guarded) -> int:
+    return sum(p.numel() for _, p in _expected(guarded))
+
+
+def _not_reduced(guarded: Guarded, probes: GradientProbes) -> list[str]:
+    """Names of the parameters that no bucket of this backward held."""
+    reduced = probes.reduced_parameters()
+    return [n for n, p in _expected(guarded) if id(p) not in reduced]
 
 
 def weights_nonfinite(

@@ -268,7 +268,7 @@ def _build(
     reporter: Reporter,
     close_console: Callable[[], None],
 ) -> Assembly:
-    gate = CheckpointGate(exchange, reporter)
+    gate, spoken = CheckpointGate(exchange, reporter), guarded.spoken()
     # Late: hooks call what is made below; that of a closed guard, which DDP keeps, calls this one.
     probes = _probes(config, guarded, exchange, lambda: steps.bucket_arrived())
     capture = CallCapture(
@@ -282,7 +282,13 @@ def _build(
     )
     shadow = ForwardShadow(capture.state, config.max_payload_mb * MIB)
     replicas = ReplicaCheck(
-        WeightCheck(ReplicaSet(exchange, lambda: guarded.replicated(buffers=config.buffers))),
+        WeightCheck(
+            ReplicaSet(
+                exchange,
+                lambda: guarded.replicated(buffers=config.buffers),
+                lambda name: spoken.get(name, name),
+            )
+        ),
         config,
         reporter,
         gate,
@@ -346,7 +352,8 @@ def _replay_check(
     meeting: Meeting,
     replayer: Replayer,
 ) -> ReplayCheck:
-    names = [name for name, _ in guarded.compared]
+    spoken = guarded.spoken()
+    names = [spoken.get(name, name) for name, _ in guarded.compared]
     facts = partial(_facts, guarded)
     rounds = config.preflight_micro_batches
     trace = partial(disputed_trace, replayer)

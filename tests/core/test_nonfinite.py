@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from sdcwatch.core.arbitration import NOT_KEPT, OVERWRITTEN, REPEATS
@@ -384,6 +386,17 @@ def test_fewer_buckets_than_expected_are_software_and_win_over_everything(topolo
             (2,),
         )
         assert "gradients not reduced: 1 of 2 buckets on rank 2" in judgement.reason
+
+
+def test_what_was_not_reduced_is_named_with_what_to_write_instead(topology):
+    facts = seen(short=(2,))
+    names = ("0.weight", "0.bias", "2.weight")
+    facts[2] = replace(facts[2], not_reduced=names, not_reduced_total=7)
+    assert judge_nonfinite(facts, {}, topology("3x2")).reason == (
+        "gradients not reduced: 1 of 2 buckets on rank 2, without 0.weight, 0.bias, 2.weight and 4 "
+        "more; software, no device: call the DDP model itself, as model(batch), and not "
+        "model.module(batch), and leave no_sync for the last micro-batch"
+    )
 
 
 def test_a_replayer_that_is_not_flagged_itself_is_preferred(topology):

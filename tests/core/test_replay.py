@@ -136,15 +136,28 @@ def test_unequal_weights_make_the_audit_void_whatever_else_is_there(topology):
 def test_a_damaged_payload_names_no_device(topology):
     judgement = judge_audit(facts(mismatches=(), transport=(3,)), topology("3x2"))
     assert judgement.outcome is Outcome.TRANSPORT
-    assert judgement.ranks == (3,)
+    assert judgement.ranks == (3, 5)
     assert judge_audit(facts(transport=(0,)), topology("3x2")).outcome is Outcome.TRANSPORT
+
+
+def test_a_damaged_payload_is_told_with_both_ends_and_where_to_look(topology):
+    judgement = judge_audit(facts(mismatches=(), transport=(3,), pairing=RING), topology("3x2"))
+    assert judgement.ranks == (3, 5)
+    assert judgement.reason == (
+        "the payload of rank 3 to rank 5 arrived damaged; no device is named: look at the network "
+        "between the two, and at the host memory of both"
+    )
+    many = facts(mismatches=(), transport=tuple(range(6)), pairing=RING)
+    assert (
+        "rank 3 to rank 5 and 2 more arrived damaged" in judge_audit(many, topology("3x2")).reason
+    )
 
 
 def test_a_damaged_payload_beside_a_mismatch_is_said_and_does_not_hide_it(topology):
     judgement = judge_audit(facts(transport=(1,), repeats=WRONG_AGAIN), topology("3x2"))
     assert judgement.outcome is Outcome.SUSPECT
     assert [n.rank for n in judgement.named] == [0]
-    assert judgement.reason.endswith("; the payload of rank 1 arrived damaged")
+    assert judgement.reason.endswith("; the payload of rank 1 to rank 3 arrived damaged")
 
 
 def test_a_replay_that_raised_blames_nobody(topology):
