@@ -388,7 +388,7 @@ def unpack_facts(rows: Sequence[bytes]) -> tuple[list[RankFinite], list[int]]:
     facts, counts = [], []
     for rank, row in enumerate(rows):
         bits, count, reduced, expected = _ROW.unpack(row)
-        marks = {name: bool(bits >> bit & 1) for bit, name in enumerate(_MARKS)}
+        marks: dict[str, Any] = {n: bool(bits >> bit & 1) for bit, n in enumerate(_MARKS)}
         facts.append(
             RankFinite(
                 rank=rank,
