@@ -195,6 +195,8 @@ class StepController:
             self._open()
             self._backward_begins()
         else:
+            # Before this backward adds to gradients: afterwards those of the last step seem left.
+            self.skips.backward_begins()
             internals.at_end_of_backward(self._accumulated)
 
     def bucket_arrived(self) -> None:

@@ -212,9 +212,6 @@ def plain(harness: Harness, group: Any) -> nn.Module:
     return net
 
 
-LOOPS: dict[str, Callable[[Harness, Any], nn.Module]] = {"plain": plain}
-
-
 def run(rank: int, group: Any, name: str, run_dir: str, mode: str) -> dict[str, Any]:
     """Train in one of the loops: `mode` is "unguarded", "clean" or "faulty"."""
     as_launched(rank)
@@ -262,6 +259,10 @@ def loop_of(name: str) -> Callable[[Harness, Any], nn.Module]:
         from fabric_loop import fabric
 
         return fabric
+    if name in ("nanoGPT", "timm"):
+        import own_loops
+
+        return own_loops.nanogpt if name == "nanoGPT" else own_loops.timm
     from accelerate_loop import accelerated
 
     return accelerated

@@ -17,7 +17,8 @@ from loops import EXPECTED, WORLD, run
 
 pytestmark = pytest.mark.dist
 
-LOOPS = ["plain", "trainer", "lightning", "accelerate", "fabric"]
+# The last two are other runs by nature: their weights and losses are their own.
+LOOPS = ["plain", "trainer", "lightning", "accelerate", "fabric", "nanoGPT", "timm"]
 
 
 @pytest.mark.parametrize("name", LOOPS)
