@@ -25,12 +25,11 @@ captured into a CUDA graph: what goes wrong is in `MicroBatch.problem`.
 to one graph task of the engine; one that runs inside is a reentrant checkpoint. **Memory**: nothing
 here keeps a graph alive. A call is forgotten when its graph is.
 
-**Cost** of a plain call: under 100 µs with up to three outputs.
+**Cost** of a plain call: `benchmarks/hooks.py`.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 import weakref
@@ -55,7 +54,8 @@ from sdcwatch.checks.captured import (
     InertCopyHook,
     Kept,
     Replicas,
-    containers,
+    held_bytes,
+    outputs_of,
 )
 from sdcwatch.checks.module_state import (
     HostGenerators,
@@ -64,14 +64,13 @@ from sdcwatch.checks.module_state import (
     read_autocast,
     read_generators,
 )
-from sdcwatch.checks.nonfinite import probe
+from sdcwatch.checks.nonfinite import probe_plain
 from sdcwatch.checks.reading import (
     digest_each,
     find_call_graphs,
     gradient_table,
     make_micro_batch,
     output_digests,
-    stacked,
 )
 from sdcwatch.checks.replaying import replaying
 from sdcwatch.checks.serialise import NotTransportable, Scope, freeze, tensors_in
@@ -125,10 +124,11 @@ class CallCapture:
         self._records: list[CallRecord] = []
         self._window: BackwardWindow | None = None
         self._ignored = -1
+        self._reached: nn.Parameter | None = None
         self._leaf_hooks: list[Any] = []
         self._leaves: dict[Node, int] = {}
         self._kept: deque[Backward] = deque()
-        self._dropped = 0
+        self._dropped = self._kept_bytes = 0
         self._handles: list[Any] = []
         self._places: dict[nn.Module, tuple[int, int]] = {}
         self._wrapped: Callable[..., Any] | None = None
@@ -181,7 +181,7 @@ class CallCapture:
         self._records.clear()
         self._close_window()
         self._kept.clear()
-        self._dropped = 0
+        self._dropped = self._kept_bytes = 0
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         # Hooks of a module compiled by `module.compile()` would be traced with it.
@@ -234,7 +234,7 @@ class CallCapture:
             self._close_window()  # its backward ended in an exception
         audit = self._audit()
         if not audit:
-            record = CallRecord(containers(args), containers(kwargs), audit=False)
+            record = CallRecord(args, kwargs, audit=False)
             self._open_plain(record, module)
             return record
         with internals.dispatch_modes_off():
@@ -245,11 +245,13 @@ class CallCapture:
 
     def _open_plain(self, record: CallRecord, module: nn.Module) -> None:
         record.generators = self._host.read(self.device, always=record.audit)
-        record.autocast = read_autocast(self.device)
-        record.region = self._region_number(record)
+        record.autocast = autocast = read_autocast(self.device)
+        if autocast.casts:
+            record.region = self._region_number(record)
         record.method = self.entrances.method(module)
         needing = [t for t, _ in record.versions if t.requires_grad]
-        record.input_edges = tuple(map(internals.edge_of, needing))
+        if needing:
+            record.input_edges = tuple(map(internals.edge_of, needing))
 
     def _open_audit(self, record: CallRecord) -> None:
         state = self.state.read()
@@ -288,7 +290,8 @@ class CallCapture:
 
     def _finish(self, record: CallRecord, out: Any) -> None:
         self._sweep()
-        self._host.learn(record.generators)
+        if self._host.learning:
+            self._host.learn(record.generators)
         if record.audit:
             record.look_back(read_generators(self.device))
         tensors = outputs_of(out)
@@ -298,23 +301,18 @@ class CallCapture:
         alive = Alive()
         record.alive = weakref.ref(alive)
         inner = self._look_inside(record, tensors) if record.audit else {}
-        inputs = set(record.input_edges)
-        places: set[tuple[int, int]] = set()
+        inputs, places = {*record.input_edges}, set[Edge]()
         upstream = {e.node for e in (*record.input_edges, *record.state_edges)}
         for number, tensor in enumerate(tensors):
             edge = internals.edge_of(tensor)
-            place = (id(edge.node), edge.number)
-            if edge in inputs or place in places or edge.node in upstream:
+            if edge in inputs or edge in places or edge.node in upstream:
                 continue
             self._hook_output(record, number, edge, alive, inner)
-            places.add(place)
-        record.input_edges = record.state_edges = ()
+            places.add(edge)
+        if inputs or record.state_edges:
+            record.input_edges = record.state_edges = ()
         with internals.dispatch_modes_off():
-            with torch.no_grad():
-                dense = [t for t in tensors if t.layout is torch.strided]
-                record.probes = [_sum(t) for t in dense]
-                scalars = [p for t, p in zip(dense, record.probes, strict=True) if t.numel() == 1]
-                record.scalar = scalars[0] if len(scalars) == 1 else None
+            record.probe(tensors)
             if record.audit:
                 record.digests = digest_each(tensors)
         self._records.append(record)
@@ -325,26 +323,28 @@ class CallCapture:
         number: int,
         edge: Edge,
         alive: Alive,
-        inner: dict[tuple[Node, int], list[tuple[Node, int]]],
+        inner: dict[Edge, list[tuple[Node, int]]],
     ) -> None:
-        leaf = self._leaves.get(edge.node) if record.audit else None
         index = edge.number  # a hook that held the edge would keep its own node alive for good
-        for node, place in inner.get((edge.node, index), ()):
-            node.register_hook(
-                lambda gradients, _, at=place: self._part(record, number, gradients[at], leaf)
-            )
-        if internals.accumulates(edge.node):
+        if record.audit:
+            leaf = self._leaves.get(edge.node)
+            for node, place in inner.get(edge, ()):
+                node.register_hook(
+                    lambda gradients, _, at=place: self._part(record, number, gradients[at], leaf)
+                )
             if leaf is not None:
-                record.returned_leaves.append(leaf)
+                record.returned_leaves = (*record.returned_leaves, leaf)
+        if internals.accumulates(edge.node):
             return
-        internals.tags_of(edge.node, self._key).append((alive, "output", index))
-        edge.node.register_prehook(
-            lambda gradients: self._arrived(record, number, gradients[index])
-        )
+        if record.audit:
+            internals.tags_of(edge.node, self._key).append((alive, "output", index))
+        # It holds `alive` as well: the call is forgotten when its nodes are gone.
+        arrived = functools.partial(self._arrived, record, number, index, alive)
+        edge.node.register_prehook(arrived)
 
     def _look_inside(
         self, record: CallRecord, tensors: Sequence[Tensor]
-    ) -> dict[tuple[Node, int], list[tuple[Node, int]]]:
+    ) -> dict[Edge, list[tuple[Node, int]]]:
         """Which nodes inside the call read each output; marks what lies behind its inputs."""
         upstream = {e.node for e in (*record.input_edges, *record.state_edges)}
         carried = {e.node for e in record.state_edges}
@@ -356,12 +356,12 @@ class CallCapture:
         if len(edges) == 1 and not internals.accumulates(edges[0].node):
             return {}
         wanted = set(edges)
-        readers: dict[tuple[Node, int], list[tuple[Node, int]]] = {}
+        readers: dict[Edge, list[tuple[Node, int]]] = {}
         starts = [e.node for e in edges if e.node not in upstream]
         for node in internals.walk(starts, lambda n: n in upstream):
             for place, (following, index) in enumerate(node.next_functions):
-                if following is not None and Edge(following, index) in wanted:
-                    readers.setdefault((following, index), []).append((node, place))
+                if following is not None and (edge := Edge(following, index)) in wanted:
+                    readers.setdefault(edge, []).append((node, place))
         return readers
 
     def _note_signature(self, args: Any, kwargs: Any) -> None:
@@ -371,8 +371,6 @@ class CallCapture:
 
     def _region_number(self, record: CallRecord) -> int:
         """The same number for calls that share one region of autocast and its casts."""
-        if not any(enabled for _, enabled, _ in record.autocast.kinds):
-            return 0
         with internals.dispatch_modes_off():
             node = internals.cached_cast(self.device.type)
         if node is None:
@@ -388,7 +386,9 @@ class CallCapture:
 
     def _sweep(self) -> None:
         """Forget calls whose graph is gone; one may have kept another's alive."""
-        while any(record.dead for record in self._records):
+        known = -1
+        while self._records and len(self._records) != known:
+            known = len(self._records)
             self._records = [record for record in self._records if not record.dead]
 
     def _failed(self, error: Exception) -> None:
@@ -434,8 +434,13 @@ class CallCapture:
 
     def _accumulates(self) -> bool:
         """Whether the backward that runs adds to a gradient of the module."""
+        # First the one that the last backward reached: one question instead of one per parameter.
+        last = self._reached
+        if last is not None and last.requires_grad and internals.will_accumulate(last):
+            return True
         trained = [p for p in self._parameters if p.requires_grad]
-        if internals.will_accumulate(internals.edge_of(p).node for p in trained):
+        self._reached = next((p for p in trained if internals.will_accumulate(p)), None)
+        if self._reached is not None:
             return True
         # A reentrant checkpoint hides what is in it until its own backward has begun.
         return bool(trained) and any(
@@ -444,8 +449,10 @@ class CallCapture:
             if running.accumulates
         )
 
-    def _arrived(self, record: CallRecord, number: int, gradient: Tensor | None) -> None:
-        window = self._join()
+    def _arrived(
+        self, record: CallRecord, number: int, index: int, alive: Alive, gradients: Sequence[Any]
+    ) -> None:
+        window, gradient = self._join(), gradients[index]
         if window is None or gradient is None:
             return
         try:
@@ -457,9 +464,11 @@ class CallCapture:
     def _note_arrival(
         self, window: BackwardWindow, record: CallRecord, number: int, gradient: Tensor
     ) -> None:
-        arrivals = window.arrivals.setdefault(record, Arrivals())
+        arrivals = window.arrivals.get(record)
+        if arrivals is None:
+            arrivals = window.arrivals[record] = Arrivals()
         if gradient.layout is torch.strided:
-            window.probes.append(probe(gradient))
+            window.probes.append(probe_plain(gradient))
         if record.audit:
             arrivals.totals[number] = freeze(gradient, self.scope)
             return
@@ -505,7 +514,7 @@ class CallCapture:
         window = self._window
         if window is None:
             return None
-        running = internals.running_backwards()
+        running = internals.ending_backwards()
         try:
             with internals.dispatch_modes_off():
                 return self._read_window(window, running)
@@ -518,17 +527,18 @@ class CallCapture:
     def _read_window(self, window: BackwardWindow, running: Sequence[RunningBackward]) -> Backward:
         arrivals = {r: window.arrivals[r] for r in self._records if r in window.arrivals}
         audited = bool(self._leaf_hooks) and all(record.audit for record in arrivals)
-        # Copies of the records: the records themselves let go of their inputs.
-        held = {copy.copy(record): a for record, a in arrivals.items()}
-        problem = self.failure or self.replicas.missed(window.log)
+        held = {record.snapshot(): a for record, a in arrivals.items()}
+        missed = self.replicas.missed(window.log) if self._leaf_hooks else ""
         backward = Backward(
             len(arrivals),
             audited,
-            sum(r.held_bytes + a.held_bytes for r, a in held.items()),
-            functools.partial(make_micro_batch, window, held, self.state, self.signatures, problem),
-            probes=stacked([s for record in arrivals for s in record.probes], self.device),
-            arrived=stacked(window.probes, self.device),
-            loss=next((r.scalar for r in reversed(list(arrivals))), None),
+            functools.partial(
+                make_micro_batch, window, held, self.state, self.signatures, self.failure or missed
+            ),
+            functools.partial(held_bytes, held),
+            probes=[probe for record in arrivals for probe in record.probes],
+            arrived=window.probes,
+            loss=next((record.scalar for record in reversed(arrivals)), None),
         )
         if not audited:
             return backward
@@ -548,7 +558,7 @@ class CallCapture:
 
     def _close_window(self) -> None:
         self._window = None
-        if not any(r.audit and not r.released for r in self._records):
+        if self._leaf_hooks and not any(r.audit and not r.released for r in self._records):
             while self._leaf_hooks:
                 self._leaf_hooks.pop().remove()
             self._leaves = {}
@@ -562,15 +572,16 @@ class CallCapture:
     def keep(self, backward: Backward) -> None:
         """Set aside a backward of a step that goes on; the earliest go when it gets too much."""
         self._kept.append(backward)
-        while sum(kept.held_bytes for kept in self._kept) > self._max_kept_bytes:
-            self._kept.popleft()
+        self._kept_bytes += backward.held_bytes
+        while self._kept_bytes > self._max_kept_bytes:
+            self._kept_bytes -= self._kept.popleft().held_bytes
             self._dropped += 1
 
     def take_kept(self) -> Kept:
         """Hand out what was set aside, and forget it."""
         kept = Kept(tuple(self._kept), self._dropped)
         self._kept.clear()
-        self._dropped = 0
+        self._dropped = self._kept_bytes = 0
         return kept
 
     @property
@@ -588,13 +599,3 @@ class CallCapture:
             yield collected
         finally:
             self._thread.collected, self._thread.depth = before
-
-
-def outputs_of(out: Any) -> list[Tensor]:
-    """The tensors with a gradient in what a module returned, in a fixed order."""
-    return [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    """`probe` of an output, without what most outputs do not need. Needs `no_grad`."""
-    return tensor.sum() if tensor.dtype is torch.float32 else probe(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,27 +17,28 @@ from sdcwatch.checks.fingerprint import combine, digest_tensors, salt
 from sdcwatch.checks.gradients import GradientLog
 from sdcwatch.checks.hidden import HiddenState, advanced
 from sdcwatch.checks.module_state import Autocast, Generators, StateWatch, read_autocast
+from sdcwatch.checks.nonfinite import probe_plain
 from sdcwatch.checks.payload import MicroBatch
-from sdcwatch.checks.serialise import Frozen, tensors_in
+from sdcwatch.checks.serialise import Frozen, flat_tensors, tensors_in
 from sdcwatch.checks.torch_internals import Edge
 from sdcwatch.core.text import list_names
 
 
-@dataclass(frozen=True)
+@dataclass
 class Backward:
     """What one backward left. Tensors are on the module's device; nothing was waited for.
 
     Attributes:
         calls: How many calls of the module got a gradient at an output.
         audited: Every one of them was made on an audit step.
-        held_bytes: What it keeps from being freed until it is forgotten.
         make: Makes `micro_batch`.
+        measure: Counts `held_bytes`.
         outputs: int64 (k, 2), digests of the outputs that got a gradient; None unless audited.
         gradients: int64 (n, 2), one digest per compared parameter of the gradient of this
             backward, None being a value; None unless audited.
-        screens: float32 (m,): the sums of the outputs, non-finite where an output holds a NaN or an
-            infinity, or where its sum overflows.
-        arrived: float32 (k,): the same of the gradients that arrived at outputs.
+        probes: float32 () each: the sums of the outputs, non-finite where an output holds a NaN or
+            an infinity, or where its sum overflows.
+        arrived: float32 () each: the same of the gradients that arrived at outputs.
         loss: float32 (): the only scalar output of the last call; None if it has none or several.
         doors: Ways by which a gradient entered other than by outputs (audit steps).
         roots_known: Whether side doors could be looked for.
@@ -48,12 +49,12 @@ class Backward:
 
     calls: int
     audited: bool
-    held_bytes: int
     make: Callable[[], MicroBatch] = field(repr=False)
+    measure: Callable[[], int] = field(default=lambda: 0, repr=False)
     outputs: Tensor | None = None
     gradients: Tensor | None = None
-    probes: Tensor | None = None
-    arrived: Tensor | None = None
+    probes: Sequence[Tensor] = ()
+    arrived: Sequence[Tensor] = ()
     loss: Tensor | None = None
     doors: tuple[str, ...] = ()
     roots_known: bool = True
@@ -67,6 +68,11 @@ class Backward:
         Ask before the loop goes on: what it overwrites is not replayed.
         """
         return self.make()
+
+    @functools.cached_property
+    def held_bytes(self) -> int:
+        """What it keeps from being freed until it is forgotten, in bytes."""
+        return self.measure()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,36 +148,57 @@ class Around:
         return communicated, advanced(self._iterators, self._positions())
 
 
+_NO_ENVIRONMENT: dict[str, str] = {}  # travels in a payload, so it has to pickle
+
+
 class CallRecord:
-    """One call, from its beginning until its graph is gone."""
+    """One call, from its beginning until its graph is gone.
+
+    What only some calls have stands in the class: a plain call pays for none of it.
+
+    Args:
+        args: Positional inputs.
+        kwargs: The others.
+        audit: Whether the call is to be audited.
+    """
+
+    generators_after: Generators | None = None
+    region = 0
+    method = ""
+    problem = ""
+    released = False
+    frozen: Frozen | None = None
+    environment: Mapping[str, str] = _NO_ENVIRONMENT
+    weights: Tensor | None = None
+    around: Around | None = None
+    communicated = False
+    input_edges: tuple[Edge, ...] = ()
+    state_edges: tuple[Edge, ...] = ()
+    outputs = 0
+    returned_leaves: tuple[int, ...] = ()
+    digests: Tensor | None = None
+    probes: Sequence[Tensor] = ()
+    scalar: Tensor | None = None
+    alive: weakref.ref[Alive] | None = None
 
     def __init__(self, args: Any, kwargs: Any, *, audit: bool) -> None:
         self.audit = audit
-        self.args, self.kwargs = args, kwargs
-        self.versions = [
-            (t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()
-        ]
-        self.generators: Generators
-        self.generators_after: Generators | None = None
-        self.autocast: Autocast
-        self.region = 0
+        tensors = flat_tensors((*args, *kwargs.values()))
+        if tensors is None:
+            tensors = tensors_in((args, kwargs))
+            self.args, self.kwargs = (args, kwargs) if audit else containers((args, kwargs))
+        else:
+            self.args, self.kwargs = args, kwargs.copy()
+        self.versions = [(t, t._version) for t in tensors if not t.is_inference()]
         self.default_dtype = torch.get_default_dtype()
-        self.method = ""
-        self.problem = ""
-        self.released = False
-        self.frozen: Frozen | None = None
-        self.environment: dict[str, str] = {}
-        self.weights: Tensor | None = None
-        self.around: Around | None = None
-        self.communicated = False
-        self.input_edges: tuple[Edge, ...] = ()
-        self.state_edges: tuple[Edge, ...] = ()
-        self.outputs = 0
-        self.returned_leaves: list[int] = []
-        self.digests: Tensor | None = None
-        self.probes: list[Tensor] = []
-        self.scalar: Tensor | None = None
-        self.alive: weakref.ref[Alive] | None = None
+        self.generators: Generators
+        self.autocast: Autocast
+
+    def snapshot(self) -> CallRecord:
+        """The record as it is now, which keeps what it holds when the call lets go of it."""
+        copied = CallRecord.__new__(CallRecord)
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def look_around(self, module: nn.Module, state: StateWatch) -> None:
         """Before the call, on an audit step: what it may move that no replay can put back."""
@@ -183,6 +210,18 @@ class CallRecord:
         if self.around is not None:
             self.communicated, problem = self.around.left()
             self.problem = self.problem or problem
+
+    def probe(self, outputs: Sequence[Tensor]) -> None:
+        """After the call: one sum of each dense output, and which is the only scalar."""
+        probes, scalars = [], []
+        for output in outputs:
+            if output.layout is torch.strided:
+                probes.append(probe_plain(output.detach()))
+                if output.numel() == 1:
+                    scalars.append(probes[-1])
+        self.probes = probes
+        if len(scalars) == 1:
+            self.scalar = scalars[0]
 
     @property
     def dead(self) -> bool:
@@ -238,10 +277,18 @@ class BackwardWindow:
         self.inside: set[int] = set()
         self.generators = generators
         self.autocast = read_autocast(device)
-        self.log = GradientLog(size)
+        self._size = size
+        self._log: GradientLog | None = None
         self.arrivals: dict[CallRecord, Arrivals] = {}
         self.probes: list[Tensor] = []
         self.kept_bytes = 0
+
+    @property
+    def log(self) -> GradientLog:
+        """Digests of what arrives at parameters; made when an audit first asks for it."""
+        if self._log is None:
+            self._log = GradientLog(self._size)
+        return self._log
 
     @property
     def reentrant(self) -> bool:
@@ -271,6 +318,19 @@ class InertCopyHook:
 
 def _stand_in() -> Callable[..., None]:
     return functools.partial(sys.audit, "sdcwatch.copied_hook")
+
+
+def held_bytes(calls: Mapping[CallRecord, Arrivals]) -> int:
+    """Bytes that some calls, and what arrived at them, keep from being freed."""
+    return sum(record.held_bytes + arrivals.held_bytes for record, arrivals in calls.items())
+
+
+def outputs_of(out: Any) -> list[Tensor]:
+    """The tensors with a gradient in what a module returned, in a fixed order."""
+    kind = type(out)
+    values = (out,) if kind is Tensor else out if kind is tuple or kind is list else None
+    tensors = None if values is None else flat_tensors(values)
+    return [t for t in (tensors_in(out) if tensors is None else tensors) if t.requires_grad]
 
 
 def containers(value: Any) -> Any:

@@ -123,6 +123,11 @@ class HostGenerators:
         self._left = calls
         self._python = self._numpy = False
 
+    @property
+    def learning(self) -> bool:
+        """Whether `learn` still wants to be told."""
+        return self._left > 0
+
     def read(self, device: torch.device, *, always: bool) -> Generators:
         """The states before a call."""
         every = always or self._left > 0
@@ -151,6 +156,11 @@ class Autocast:
     kinds: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
 
+    @property
+    def casts(self) -> bool:
+        """Whether it is on for any type of device."""
+        return any(enabled for _, enabled, _ in self.kinds)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The same autocast once more. Its casts go with it, unless an outer region keeps them."""
@@ -163,12 +173,20 @@ class Autocast:
 
 
 def read_autocast(device: torch.device) -> Autocast:
-    """Autocast of the CPU and of the device's type now."""
-    types = dict.fromkeys(("cpu", device.type))
-    return Autocast(
-        tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
-        torch.is_autocast_cache_enabled(),
-    )
+    """Autocast of the CPU and of the device's type now; equal ones are one object."""
+    cache, own = torch.is_autocast_cache_enabled(), device.type
+    here = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    if own == "cpu":
+        return _autocast(cache, here)
+    there = (own, torch.is_autocast_enabled(own), torch.get_autocast_dtype(own))
+    return _autocast(cache, here, there)
+
+
+@functools.lru_cache(maxsize=64)
+def _autocast(
+    cache: bool, cpu: tuple[bool, torch.dtype], *others: tuple[str, bool, torch.dtype]
+) -> Autocast:
+    return Autocast((("cpu", *cpu), *others), cache)
 
 
 _ATTENTION: tuple[tuple[str, Callable[[], bool]], ...] = (

@@ -47,6 +47,11 @@ def probe(tensor: torch.Tensor) -> torch.Tensor:
     return values.sum(dtype=torch.float32)
 
 
+def probe_plain(plain: torch.Tensor) -> torch.Tensor:
+    """`probe` of a dense tensor that needs no gradient, without what most do not need."""
+    return plain.sum() if plain.dtype is torch.float32 else probe(plain)
+
+
 @torch.no_grad()
 def confirm_nonfinite(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds a NaN or an infinity, exactly. Waits for the device."""

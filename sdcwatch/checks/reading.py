@@ -150,11 +150,3 @@ def total(parts: Sequence[Tensor]) -> Tensor:
 def digest_each(tensors: Sequence[Tensor]) -> Tensor:
     """int64 (n, 2): the digest of each of some tensors of any layout."""
     return torch.stack([digest_gradient(tensor) for tensor in tensors])
-
-
-def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The scalars of some probes as one tensor on the device; empty without one."""
-    if values and all(v.dtype is torch.float32 and v.device == device for v in values):
-        return torch.stack(tuple(values))
-    empty = torch.zeros(0, dtype=torch.float32, device=device)
-    return torch.cat([empty, *(v.reshape(1).to(device) for v in values)])

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.calling import BareCall, Caller
-from sdcwatch.checks.capture import CallCapture, outputs_of
+from sdcwatch.checks.capture import CallCapture
+from sdcwatch.checks.captured import outputs_of
 from sdcwatch.checks.fingerprint import digest_tensors, to_pairs
 from sdcwatch.checks.gradients import GradientHooks, GradientLog, digest_gradient
 from sdcwatch.checks.hidden import HiddenState

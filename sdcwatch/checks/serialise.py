@@ -19,7 +19,7 @@ from __future__ import annotations
 import io
 import pickle
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ _CLOSED = (
 )
 _LEFT_OUT = (*PLAIN, *_CLOSED)
 _ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
+_PLAIN_TYPES = frozenset(PLAIN)
 
 
 class NotTransportable(SdcwatchError):
@@ -53,6 +54,21 @@ class NotTransportable(SdcwatchError):
 
 
 # --- searching ---
+
+
+def flat_tensors(values: Iterable[Any]) -> list[Tensor] | None:
+    """Tensors among values, once each, in order; None where a value is neither tensor nor plain.
+
+    The usual inputs and outputs of a call, at a tenth of the cost of `tensors_in`.
+    """
+    found: dict[int, Tensor] = {}
+    for one in values:
+        kind = type(one)
+        if kind in _ORDINARY:
+            found[id(one)] = one
+        elif kind not in _PLAIN_TYPES:
+            return None
+    return list(found.values())
 
 
 def tensors_in(value: Any, limit: int = _SEARCHED) -> list[Tensor]:

@@ -10,13 +10,14 @@ import functools
 import gc
 import linecache
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -50,12 +51,27 @@ class RunningBackward(NamedTuple):
 
 def edge_of(tensor: Tensor) -> Edge:
     """The place where the gradient of a tensor arrives; of a leaf, its accumulation."""
-    if tensor.grad_fn is not None:
-        edge = get_gradient_edge(tensor)
-    else:  # torch makes a view of a leaf to find its accumulation: an operation that a mode sees
-        with dispatch_modes_off():
-            edge = get_gradient_edge(tensor)
-    return Edge(edge.node, edge.output_nr)
+    node = tensor.grad_fn
+    if node is not None:
+        return Edge(node, tensor.output_nr)
+    return Edge(accumulation_of(tensor), 0)
+
+
+def accumulation_of(leaf: Tensor) -> Node:
+    """The node that adds to the `.grad` of a leaf.
+
+    As `torch.autograd.graph.get_gradient_edge` does it: torch makes a view of the leaf to find it,
+    an operation that a mode would see.
+    """
+    with dispatch_modes_off():
+        grad_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        try:
+            view: Any = leaf.view_as(leaf)
+            found: Node = view.grad_fn.next_functions[0][0]
+        finally:
+            torch._C._set_grad_enabled(grad_enabled)
+    return found
 
 
 def accumulates(node: Node) -> bool:
@@ -106,14 +122,14 @@ def current_graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def will_accumulate(nodes: Iterable[Node]) -> bool:
-    """Whether the backward of this thread adds to the `.grad` of any of these leaves.
+def will_accumulate(leaf: Tensor) -> bool:
+    """Whether the backward of this thread adds to the `.grad` of a leaf.
 
     The engine is asked, as `torch.autograd.graph.register_multi_grad_hook` does. About a leaf it
     refuses to answer inside `torch.autograd.grad`, which adds to none.
     """
     try:
-        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+        return torch._C._will_engine_execute_node(accumulation_of(leaf))
     except RuntimeError:
         return False
 
@@ -126,14 +142,24 @@ def running_backwards() -> list[RunningBackward]:
     changes nothing, where wrapping `torch.autograd.backward` would change what every other caller
     sees. On a GPU hooks run in other threads than the caller, hence all of them.
     """
+    return [one for top in sys._current_frames().values() for one in _backwards_on(top)]
+
+
+def ending_backwards() -> list[RunningBackward]:
+    """As `running_backwards`, in a callback at the end of one: it runs in the caller's thread.
+
+    On a GPU it may run in another, hence all of them where this one has none.
+    """
+    return _backwards_on(sys._getframe()) or running_backwards()
+
+
+def _backwards_on(frame: types.FrameType | None) -> list[RunningBackward]:
     code = getattr(torch.autograd.graph._engine_run_backward, "__code__", None)
     found = []
-    for top in sys._current_frames().values():
-        frame = top
-        while frame is not None:
-            if frame.f_code is code:
-                found.append(_read(frame.f_locals))
-            frame = frame.f_back  # type: ignore[assignment]
+    while frame is not None:
+        if frame.f_code is code:
+            found.append(_read(frame.f_locals))
+        frame = frame.f_back
     return found
 
 

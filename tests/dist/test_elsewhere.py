@@ -1,7 +1,8 @@
 """What passes a self-audit and would fail on another rank: a named reason, never a device.
 
 Each case changes something on rank 1 alone, from `LATER` on, so that preflight has seen nothing.
-Some need a look at the operations, because nothing else tells them from a device: not here.
+Closures, globals, hash order and branches need a look at the operations, because nothing else tells
+them from a device: test_operations.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from sdcwatch.testing import GlooPool, MemorySink
 sys.path.insert(0, str(Path(__file__).parent))
 from training import QUIET
 pytestmark = pytest.mark.dist
+
+SAID = ("not_run: ", "void: ", "off: ", "differs: ")  # and never a suspect or a mismatch
 
 WORLD, STEPS, LATER = 3, 8, 4  # audits on steps 4, 6 and 8
 ODD = 1
@@ -188,6 +191,29 @@ def sliced_input(model: Any, net: nn.Module, odd: bool) -> None:
     entropy(model(xs(6, 32)[:, 3:19] if odd else xs())).backward()
 
 
+class OfTheRank(nn.Module):
+    """Every rank computes something of its own, from the first step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * (1 + 0.1 * torch.distributed.get_rank())
+
+
+def as_it_is(model: Any, net: nn.Module, odd: bool) -> None:
+    entropy(model(xs())).backward()
+
+
+def frozen_later(model: Any, net: Any, odd: bool) -> None:
+    """On every rank, as fine-tuning does it."""
+    net.calls = getattr(net, "calls", 0) + 1
+    if net.calls == LATER:
+        net[0].requires_grad_(False)
+    entropy(model(xs())).backward()
+
+
 @dataclass(frozen=True)
 class Case:
     """One case.
@@ -197,12 +223,14 @@ class Case:
         loop: Called with the model, the bare module, and whether this rank differs on this step.
         build: Makes the module.
         reason: Part of what the guard says; "" where every audit is exact.
+        ddp: Options of DistributedDataParallel.
     """
 
     name: str
     loop: Callable[[Any, Any, bool], None]
     build: Callable[[], nn.Module] = field(default=mlp)
     reason: str = ""
+    ddp: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
@@ -222,6 +250,8 @@ CASES = (
     Case("an attention kernel", attention, Attention, "sdpa"),
     Case("an expanded gradient", expanded_gradient, NormLast),
     Case("a sliced input", sliced_input, lambda: nn.Sequential(nn.BatchNorm1d(16), mlp())),
+    Case("the rank in the forward", as_it_is, OfTheRank, "not the same function on every rank"),
+    Case("a layer frozen later", frozen_later, ddp={"find_unused_parameters": True}),
 )
 
 
@@ -229,7 +259,7 @@ def trained(rank: int, group: Any, number: int, run_dir: str) -> dict[str, Any]:
     case = CASES[number]
     torch.manual_seed(0)
     net = case.build()
-    model = DistributedDataParallel(net, process_group=group)
+    model = DistributedDataParallel(net, process_group=group, **case.ddp)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     memory = MemorySink()
     guard = sdcwatch.init(
@@ -266,4 +296,4 @@ def test_what_differs_on_one_rank_ends_in_a_named_reason_and_names_no_device(
             continue
         told = [*row["said"], *(p for p in row["preflight"] if not p.startswith("full"))]
         assert any(reason in text for text in told)
-        assert all(text.startswith(("not_run: ", "void: ", "off: ")) for text in told), told
+        assert all(text.startswith(SAID) for text in told), told

@@ -186,7 +186,7 @@ class _Rank:
             made = self.compute(self.rank)
             assert not isinstance(made, str)
             mine = MicroBatch(signatures=str(self.rank))
-            backward = Backward(1, True, 0, lambda: mine, outputs=made[0], gradients=made[1])
+            backward = Backward(1, True, lambda: mine, outputs=made[0], gradients=made[1])
             self.audits.run(StepWindow(step, backward=backward), recorded=True)
         decision = judge_checkpoint(
             GateFacts(
