@@ -10,9 +10,10 @@ import functools
 import gc
 import linecache
 import sys
-import types
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -140,8 +141,12 @@ def running_backwards() -> list[RunningBackward]:
     The engine does not tell its roots. `torch.autograd.backward` and `Tensor.backward` wait in
     ``torch.autograd.graph._engine_run_backward`` with the roots in a local variable; looking there
     changes nothing, where wrapping `torch.autograd.backward` would change what every other caller
-    sees. On a GPU hooks run in other threads than the caller, hence all of them.
+    sees. On a GPU hooks run in threads of the engine, hence all of them; in a thread of Python's
+    the own stack has it all, and the frames of another thread that runs are no safe thing to read.
     """
+    own = _backwards_on(sys._getframe())
+    if own and not isinstance(threading.current_thread(), threading._DummyThread):
+        return own
     return [one for top in sys._current_frames().values() for one in _backwards_on(top)]
 
 
@@ -153,7 +158,7 @@ def ending_backwards() -> list[RunningBackward]:
     return _backwards_on(sys._getframe()) or running_backwards()
 
 
-def _backwards_on(frame: types.FrameType | None) -> list[RunningBackward]:
+def _backwards_on(frame: FrameType | None) -> list[RunningBackward]:
     code = getattr(torch.autograd.graph._engine_run_backward, "__code__", None)
     found = []
     while frame is not None:

@@ -206,6 +206,9 @@ CHECKPOINT_INFO = Metric(
     "sdcwatch.checkpoint.info", "gauge", "{checkpoint}",
     "1; the last checkpoint that passed every check.", info=True, attributes=(
      _text("step"), _text("path"), _text("time")))
+END_INFO = Metric(
+    "sdcwatch.end.info", "gauge", "{run}",
+    "1; how the run ended, in words.", info=True, attributes=(_text("how"),))
 STEP = Metric("sdcwatch.step", "gauge", "{step}", "Current training step.")
 LOSS = Metric("sdcwatch.loss", "gauge", "", "Last loss of the reporting rank.")
 STEPS_AT_RISK = Metric(
@@ -252,8 +255,9 @@ CATALOG: tuple[Metric, ...] = (
     VERDICTS, COMPARISONS, MISMATCHES, FINGERPRINT_CHECKS, DISAGREEMENTS, NONFINITE, SKIPPED,
     CHECKPOINTS, STEPS, STEP_TIME, OVERHEAD_TIME, CHECK_DURATION, RUN_VERDICT, RANK_STATE,
     RANK_EVIDENCE, RANK_STRIKES, RANK_LAST_FINDING_STEP, GUARD_STATE, COVERAGE, AUDITED_RANKS,
-    ABSENT_RANKS, WORLD_SIZE, RUN_INFO, EVENT_INFO, SUSPECT_INFO, CHECKPOINT_INFO, STEP, LOSS,
-    STEPS_AT_RISK, START_TIME, LAST_PROGRESS_TIME, LAST_CLEAN_AUDIT_TIME, LAST_CLEAN_AUDIT_STEP,
+    ABSENT_RANKS, WORLD_SIZE, RUN_INFO, EVENT_INFO, SUSPECT_INFO, CHECKPOINT_INFO, END_INFO,
+    STEP, LOSS, STEPS_AT_RISK, START_TIME, LAST_PROGRESS_TIME, LAST_CLEAN_AUDIT_TIME,
+    LAST_CLEAN_AUDIT_STEP,
     LAST_WEIGHT_CHECK_TIME, LAST_WEIGHT_CHECK_STEP, LAST_GOOD_CHECKPOINT_TIME,
     LAST_GOOD_CHECKPOINT_STEP, LAST_EVENT_TIME, LAST_EVENT_STEP, TELEMETRY_EVENTS,
     TELEMETRY_DROPPED, TELEMETRY_QUEUE,

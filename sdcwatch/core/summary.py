@@ -115,6 +115,7 @@ class RunSummary:
         state: State of the guard; None before it said one.
         finished: The latest segment said that it ended.
         exit_code: What it ended with.
+        ended: How it ended, as a sentence; empty while it runs.
         mode: "enforce" or "observe".
         on_failure: "skip" or "stop".
         coverage: Coverage of the replay audit; None before preflight.
@@ -171,6 +172,7 @@ class RunSummary:
     state: GuardState | None = None
     finished: bool = False
     exit_code: int = 0
+    ended: str = ""
     mode: str = ""
     on_failure: str = ""
     coverage: Coverage | None = None
@@ -323,6 +325,7 @@ class SummaryBuilder:
             state=None,
             finished=False,
             exit_code=0,
+            ended="",
             mode=record.mode,
             on_failure=record.on_failure,
             coverage=None,
@@ -339,7 +342,7 @@ class SummaryBuilder:
         self._newest.tainted |= record.state is GuardState.TAINTED
         self._set(state=record.state)
         if isinstance(record, RunFinished):
-            self._set(finished=True, exit_code=record.exit_code)
+            self._set(finished=True, exit_code=record.exit_code, ended=record.reason)
 
     def _add_progress(self, record: Progress) -> None:
         before = self._so_far

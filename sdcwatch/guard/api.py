@@ -23,6 +23,8 @@ from sdcwatch.core.records import (
     RunFinished,
     Verdict,
 )
+from sdcwatch.core.text import list_ranks
+from sdcwatch.core.waiting import SHOWN_NOTES
 from sdcwatch.errors import (
     ConfigurationError,
     CorruptionDetected,
@@ -116,6 +118,7 @@ class Guard(JoinableGuard):
         self, model: torch.nn.Module, optimizer: Any, **options: Unpack[GuardOptions]
     ) -> None:
         self._closed = self._ending = self._explaining = False
+        self._pid = os.getpid()
         self._error: BaseException | None = None
         self._asked: tuple[int, GateDecision] | None = None
         made = assemble(model, optimizer, options)
@@ -136,7 +139,7 @@ class Guard(JoinableGuard):
             lambda text: self._reporter.note_once("optimizer_found", text),
         )
         self._steps.recover = self._recover
-        self._exports, self._export_seconds = made.exports, made.export_seconds
+        self._exporters, self._export_seconds = made.exporters, made.export_seconds
         self._sigterm = (
             TerminationHandler(self._is_busy, self._end_now) if made.config.handle_sigterm else None
         )
@@ -269,11 +272,22 @@ class Guard(JoinableGuard):
         if gone is not None:
             raise gone from error
 
-    def _explained(self, error: BaseException) -> SdcwatchError | None:
-        if self._ending or self._watchdog is None:
+    def _explained(self, error: BaseException) -> SdcwatchError | Terminated | None:
+        """What ended the run, where `error` is only what this rank saw of it."""
+        if self._ending or self._watchdog is None or os.getpid() != self._pid:
             return None
         self._explaining = True
-        return self._watchdog.explain(error)
+        gone = self._watchdog.explain(error)
+        seen = gone or error
+        if isinstance(seen, RankGone) and self._all_terminated(seen):
+            return Terminated()
+        return gone
+
+    def _all_terminated(self, gone: RankGone) -> bool:
+        """This process was told to end, as those that are absent were, and left before it."""
+        told = self._sigterm is not None and self._sigterm.received
+        notes = gone.reason.count(f"ended with {Terminated.__name__}")
+        return told and bool(gone.ranks) and notes >= min(len(gone.ranks), SHOWN_NOTES)
 
     def _is_busy(self) -> bool:
         """Whether the training thread ends the run, or finds out why it ends."""
@@ -326,7 +340,7 @@ class Guard(JoinableGuard):
             raise SdcwatchError(msg)
 
     def _close(self, error: BaseException | None, exit_code: int | None = None) -> None:
-        if self._ending:
+        if self._ending or os.getpid() != self._pid:  # a forked helper ends no run
             return
         self._ending = True
         try:
@@ -363,7 +377,8 @@ class Guard(JoinableGuard):
             LOG.critical("stopped: %s", error)
 
     def _leave(self, finished: RunFinished) -> None:
-        self._exchange.leave(f"{finished.reason} after step {finished.step}")
+        ended, *_ = finished.reason.split(": ", 1)  # a note that quoted notes would grow and grow
+        self._exchange.leave(f"{ended} after step {finished.step}")
         if self._watchdog is not None:
             self._watchdog.close()
         self._reporter.emit(finished)
@@ -381,23 +396,36 @@ class Guard(JoinableGuard):
         those it finds alive before the last state was fetched.
         """
         liveness, error = self._exchange.liveness, self._error
-        if self._exports:
-            liveness.exported()
-        elif isinstance(error, CorruptionDetected | Desync | RankGone) and 0 not in getattr(
-            error, "ranks", ()
-        ):
+        absent = error.ranks if isinstance(error, RankGone) else ()
+        exporters = [rank for rank in self._exporters if rank not in absent]
+        if self._exchange.rank in exporters:
+            liveness.exported(len(exporters))
+        elif exporters and isinstance(error, CorruptionDetected | Desync | RankGone):
             liveness.await_exported(self._export_seconds)
 
     def _finished(self, error: BaseException | None, code: int) -> RunFinished:
         state, reason = GuardState.FINISHED, "the run ended"
         if error is not None and code != 0:
-            state, reason = GuardState.FAILED, f"the run ended with {type(error).__name__}"
+            state, reason = GuardState.FAILED, told_of(error)
         if self._replicas.tainted is not None:
             state = GuardState.TAINTED
             reason = f"the run was tainted at step {self._replicas.tainted.step}"
         return RunFinished(
             step=self._steps.step, time=time.time(), state=state, reason=reason, exit_code=code
         )
+
+
+def told_of(error: BaseException) -> str:
+    """How the run ended; of an error of the program's own no more than its class."""
+    said = f"the run ended with {type(error).__name__}"
+    match error:
+        case RankGone():
+            absent = list_ranks(error.ranks) if error.ranks else "a rank"
+            return f"{said}: {absent} absent at {error.operation}: {error.reason}"
+        case SdcwatchError() | CorruptionDetected() | Terminated():
+            return f"{said}: {error}"
+        case _:
+            return said
 
 
 def exit_code_of(error: BaseException | None) -> int:

@@ -72,7 +72,7 @@ from sdcwatch.guard.updates import UpdateLog
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Recorder
 from sdcwatch.sinks.base import SCRAPE_SECONDS, Sink
-from sdcwatch.sinks.build import build_sinks
+from sdcwatch.sinks.build import build_sinks, exporting_ranks
 from sdcwatch.sinks.jsonl import run_id_of, segments_of
 from sdcwatch.sinks.wandb import active_run_id
 
@@ -115,8 +115,8 @@ class Assembly:
     replicas: ReplicaCheck
     steps: StepController
     watchdog: Watchdog | None
-    exports: bool
-    """Whether this rank reports the run to somebody, and leaves before those that do not."""
+    exporters: tuple[int, ...]
+    """Ranks that report the run to somebody, and leave before those that do not."""
     export_seconds: float
     """The longest that may take at the end."""
     close_console: Callable[[], None]
@@ -257,6 +257,8 @@ def _report(
     if leader:
         for text in (*lines, *meeting.notes):
             LOG.info(text)
+        if (config.start_step or environment.restart_count) and dispatcher.summary.segments == 1:
+            reporter.note_once("history_anew", _HISTORY_ANEW.format(step=config.start_step))
     return reporter
 
 
@@ -332,10 +334,16 @@ def _build(
         replicas=replicas,
         steps=steps,
         watchdog=watchdog,
-        exports=exchange.rank == 0,
+        exporters=_exporters(config, meeting.topology),
         export_seconds=_export_seconds(config),
         close_console=close_console,
     )
+
+
+def _exporters(config: GuardConfig, topology: Topology) -> tuple[int, ...]:
+    if config.telemetry == "off":
+        return (0,)  # it still writes the event log
+    return exporting_ranks(topology.ranks, config.telemetry.export)
 
 
 def _export_seconds(config: GuardConfig) -> float:
@@ -534,6 +542,11 @@ def _gpu(device: torch.device) -> tuple[int | None, str | None]:
     return index, None if uuid is None else f"GPU-{uuid}"
 
 
+_HISTORY_ANEW = (
+    "the run goes on from step {step}, but its directory holds nothing of what was before: the "
+    "history starts anew, without earlier suspects and checkpoints. Keep run_dir on storage that "
+    "rank 0 finds wherever it runs"
+)
 _LOCAL_SECONDS = 2.0  # for the event log and the summary
 _OF_ONE_RANK = frozenset(
     (

@@ -9,6 +9,7 @@ finds out by itself what has happened, because its connection breaks, it is left
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import os
 import signal
@@ -25,6 +26,8 @@ STUCK_SECONDS = 4.0
 """After that long in a collective the thread ends the run in its place."""
 LIMIT_SECONDS = 20.0
 """After that long the process ends, whatever it still waits for; a launcher kills it after 30."""
+FAILED_SECONDS = 10.0
+"""How long after a run has failed the signal says nothing new: its process is ending already."""
 
 
 class Terminated(SystemExit):
@@ -45,17 +48,20 @@ class TerminationHandler:
     Args:
         busy: Whether the training thread is ending the run already.
         end: Ends the run from another thread, and returns the exit code.
+
+    Attributes:
+        received: The signal came.
     """
 
     def __init__(self, busy: Callable[[], bool], end: Callable[[], int]) -> None:
         self._busy, self._end = busy, end
         self._pid = os.getpid()
-        self._received = self._decided = False
+        self._failed_at = 0.0
+        self.received = self._decided = False
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
-        self._installed = (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        self._installed = threading.current_thread() is threading.main_thread() and _nobody_handles(
+            signal.getsignal(signal.SIGTERM)
         )
         if not self._installed:
             return
@@ -76,7 +82,10 @@ class TerminationHandler:
         _forget_in_children(self)
 
     def close(self, *, failed: bool) -> None:
-        """Give the signal back. One that came meanwhile takes effect now, unless the run failed."""
+        """Give the signal back. One that came meanwhile takes effect now, unless the run failed.
+
+        After a failure a launcher tells every process to end. This one does, and with its own code.
+        """
         if not self._installed or os.getpid() != self._pid:
             return
         self._installed = False
@@ -88,14 +97,30 @@ class TerminationHandler:
                 os.write(self._pipe[1], b"\0")  # the thread ends, and closes both ends
         if self._thread is not None:
             self._thread.join(1.0)
-        if signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if self._received and not failed:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if signal.getsignal(signal.SIGTERM) != self._handle:
+            return
+        if failed:
+            self._failed_at = time.monotonic()
+            signal.signal(signal.SIGTERM, self._after_failure)
+            atexit.register(self._ignore)  # Python's handlers go before the interpreter does
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.received:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _after_failure(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self._failed_at > FAILED_SECONDS:  # the program goes on after all
+            raise Terminated
+
+    def _ignore(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._after_failure:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
-        if (self._pipe is None or self._decided) and not self._busy():
+        self.received = True
+        # A handler that was set later and calls this one: there is no thread to wait for.
+        chained = signal.getsignal(signal.SIGTERM) != self._handle
+        if (chained or self._pipe is None or self._decided) and not self._busy():
             raise Terminated
 
     def _listen(self, reader: int) -> None:
@@ -103,8 +128,9 @@ class TerminationHandler:
             numbers = os.read(reader, 64)
             if 0 in numbers or not numbers:
                 break
-            if signal.SIGTERM in numbers and not self._decided:
-                self._received = True
+            ours = signal.getsignal(signal.SIGTERM) == self._handle
+            if ours and signal.SIGTERM in numbers and not self._decided:
+                self.received = True
                 self._decide()
         pipe, self._pipe = self._pipe, None
         for end in pipe or ():
@@ -124,10 +150,17 @@ class TerminationHandler:
 
     def _forget(self) -> None:
         """In a forked child, whose signals are none of the guard's business."""
-        if self._installed:
-            self._installed = False
+        if self._installed and self._pipe is not None:
             signal.set_wakeup_fd(-1)
+        self._installed = False
+        if signal.getsignal(signal.SIGTERM) in (self._handle, self._after_failure):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _nobody_handles(current: object) -> bool:
+    """Whether the program leaves the signal to itself, or to a guard that has failed."""
+    ours = getattr(current, "__func__", None) is TerminationHandler._after_failure
+    return ours or current is signal.SIG_DFL
 
 
 def _forget_in_children(handler: TerminationHandler) -> None:

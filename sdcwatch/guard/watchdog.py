@@ -199,12 +199,16 @@ class LivenessCheck:
             time.sleep(pause)
             pause = min(1.0, 2 * pause)  # a few looks by each rank, however many there are
 
-    def exported(self) -> None:
-        """Say that whoever reports this run has done so."""
-        bounded(lambda: self._store.set("exported", "1"), STORE_SECONDS)
+    def exported(self, number: int) -> None:
+        """Say that this rank has reported the run, as `number` ranks do."""
+        bounded(lambda: self._exported(number), STORE_SECONDS)
+
+    def _exported(self, number: int) -> None:
+        if self._store.add("exports", 1) == number:
+            self._store.set("exported", "1")
 
     def await_exported(self, seconds: float) -> None:
-        """Wait until somebody said so; a store that is gone says it too, for nobody else can."""
+        """Wait until all of them said so; a store that is gone says it too, for nobody else can."""
         bounded(lambda: self._store.wait(["exported"], _span(seconds)), seconds + STORE_SECONDS)
 
     def stop_answering(self) -> None:

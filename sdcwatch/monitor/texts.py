@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from sdcwatch.core.catalog import (
+    END_INFO,
     GUARD_STATE,
     LAST_EVENT_STEP,
     RUN_INFO,
@@ -84,6 +85,11 @@ def _run_dir(scope: Scope) -> str:
     return f"topk by ({scope.labels()}) (1, {known})"
 
 
+def _how(scope: Scope) -> str:
+    known = dedup_exporters(newest(select(END_INFO, scope), scope, DAY), scope, "how")
+    return f"topk by ({scope.labels()}) (1, {known})"
+
+
 def _going_on(scope: Scope) -> str:
     lives = run_queries.active(scope)
     known = dedup_exporters(last(select(GUARD_STATE, scope), DAY), scope)
@@ -142,6 +148,7 @@ CHECKPOINT = Lookup(
     "Last good checkpoint: step {{ .Labels.step }}{{ with .Labels.path }}, {{ . }}{{ end }}. ",
     _checkpoint,
 )
+HOW = Lookup("how", (), ("how",), "{{ .Labels.how }}. ", _how)
 RUN_DIR = Lookup(
     "run_dir",
     (),
@@ -168,6 +175,7 @@ LOOKUPS = {
         CHECK_STEP,
         GOING_ON,
         CHECKPOINT,
+        HOW,
         RUN_DIR,
         REPORT,
     )

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 REASON_LENGTH = 160
 """Characters of a reason that an info metric carries; the event log has all of it."""
+END_LENGTH = 240
+"""The same of how a run ended: who was missing, and the note that it left."""
 
 VERDICT_SETS: tuple[tuple[Check, Outcome, Cause], ...] = (
     *(
@@ -182,6 +184,7 @@ class RecordMetrics:
             catalog.EVENT_INFO.name: tuple(map(_event_info, summary.findings)),
             catalog.SUSPECT_INFO.name: tuple(map(_suspect_info, suspect_devices(summary))),
             catalog.CHECKPOINT_INFO.name: tuple(_checkpoint_info(summary)),
+            catalog.END_INFO.name: tuple(_end_info(summary)),
         }
 
     def _strikes(self, summary: RunSummary) -> Iterable[Measurement]:
@@ -374,6 +377,11 @@ def _checkpoint_info(summary: RunSummary) -> Iterable[Measurement]:
             path=summary.last_good_checkpoint_path,
             time=clock(summary.last_good_checkpoint_time),
         )
+
+
+def _end_info(summary: RunSummary) -> Iterable[Measurement]:
+    if summary.ended:
+        yield _m(catalog.END_INFO, 1, how=shortened(summary.ended, END_LENGTH))
 
 
 def _one_hot(

@@ -17,8 +17,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
+from sdcwatch.core.records import Note
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 from sdcwatch.guard.guarded import is_compiled, unguarded_parameters
+from sdcwatch.sinks.jsonl import read_records
 
 QUIET: dict[str, Any] = {"telemetry": "off", "console": False}
 
@@ -406,6 +408,16 @@ def test_a_new_guard_can_follow_a_closed_one_on_the_same_model(bench: Bench) -> 
         bench.optimizer.step()
         assert guard.step == 8
         assert len(bench.model._comm_hooks) == 1
+
+
+def test_a_restart_that_finds_an_empty_run_directory_says_that_the_history_starts_anew(
+    bench: Bench,
+) -> None:
+    for _ in range(2):
+        sdcwatch.init(bench.model, bench.optimizer, start_step=7, **bench.options).close()
+    notes = [r for r in read_records(bench.options["run_dir"]) if isinstance(r, Note)]
+    (note,) = [n for n in notes if n.code == "history_anew"]  # the second has found the first
+    assert "goes on from step 7" in note.message
 
 
 def test_a_second_guard_on_a_guarded_model_is_refused(bench: Bench, guard: sdcwatch.Guard) -> None:

@@ -190,6 +190,17 @@ def test_a_store_that_is_gone_or_does_not_answer_tells_nothing_of_anybody(answer
     assert "global rank 0 unless the launcher hosts it" in describe(found)
 
 
+def test_whoever_reports_nothing_waits_for_all_that_do() -> None:
+    first, second, other = liveness(3)
+    first.exported(2)
+    started = time.monotonic()
+    other.await_exported(0.3)
+    assert time.monotonic() - started >= 0.3
+    second.exported(2)
+    other.await_exported(60.0)
+    assert time.monotonic() - started < 30.0
+
+
 def test_the_thread_that_answers_ends_when_its_rank_closes() -> None:
     one, other = liveness(2)
     with answering(one, other):

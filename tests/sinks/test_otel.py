@@ -364,6 +364,7 @@ def test_case_3_callbacks_record_nothing(sinks, feed, faulty_run):
         "sdcwatch.event.info": 5,
         "sdcwatch.suspect.info": 1,
         "sdcwatch.checkpoint.info": 1,
+        "sdcwatch.end.info": 1,
     }
 
 
