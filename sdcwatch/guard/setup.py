@@ -60,6 +60,7 @@ from sdcwatch.guard.guarded import (
     what_is_left_out,
 )
 from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
+from sdcwatch.guard.leaving import export_seconds, exporters
 from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation
 from sdcwatch.guard.observing import loss_scale
 from sdcwatch.guard.preflight import Preflight, ReplayCheck
@@ -71,8 +72,8 @@ from sdcwatch.guard.tracing import Tracing
 from sdcwatch.guard.updates import UpdateLog
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Recorder
-from sdcwatch.sinks.base import SCRAPE_SECONDS, Sink
-from sdcwatch.sinks.build import build_sinks, exporting_ranks
+from sdcwatch.sinks.base import Sink
+from sdcwatch.sinks.build import build_sinks
 from sdcwatch.sinks.jsonl import run_id_of, segments_of
 from sdcwatch.sinks.wandb import active_run_id
 
@@ -334,23 +335,10 @@ def _build(
         replicas=replicas,
         steps=steps,
         watchdog=watchdog,
-        exporters=_exporters(config, meeting.topology),
-        export_seconds=_export_seconds(config),
+        exporters=exporters(config, meeting.topology),
+        export_seconds=export_seconds(config),
         close_console=close_console,
     )
-
-
-def _exporters(config: GuardConfig, topology: Topology) -> tuple[int, ...]:
-    if config.telemetry == "off":
-        return (0,)  # it still writes the event log
-    return exporting_ranks(topology.ranks, config.telemetry.export)
-
-
-def _export_seconds(config: GuardConfig) -> float:
-    telemetry = config.telemetry
-    if telemetry == "off":
-        return _LOCAL_SECONDS
-    return _LOCAL_SECONDS + telemetry.close_seconds + telemetry.linger_seconds + SCRAPE_SECONDS
 
 
 def _replay_check(
@@ -547,7 +535,6 @@ _HISTORY_ANEW = (
     "history starts anew, without earlier suspects and checkpoints. Keep run_dir on storage that "
     "rank 0 finds wherever it runs"
 )
-_LOCAL_SECONDS = 2.0  # for the event log and the summary
 _OF_ONE_RANK = frozenset(
     (
         "run",
