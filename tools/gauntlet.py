@@ -41,10 +41,15 @@ def judge(check: Any, *arguments: Any) -> str:
     return ""
 
 
+def cell(reason: str) -> str:
+    """A reason as a cell of Markdown, with paths as from the root."""
+    return reason.replace(f"{ROOT}/", "").replace("|", r"\|")
+
+
 def page(rows: list[tuple[str, str, str]]) -> str:
     """The table as Markdown."""
     head = ["| healthy loop | coverage | reason |", "|---|---|---|"]
-    lines = [f"| {name} | {coverage} | {reason} |" for name, coverage, reason in rows]
+    lines = [f"| {name} | {coverage} | {cell(reason)} |" for name, coverage, reason in rows]
     return "\n".join([BEGIN, "", *head, *lines, "", END])
 
 

@@ -23,9 +23,8 @@ captured into a CUDA graph: what goes wrong is in `MicroBatch.problem`.
 
 **A call** is one from outside the module: what it calls itself is part of it. **A window** belongs
 to one graph task of the engine; one that runs inside is a reentrant checkpoint. **Memory**: nothing
-here keeps a graph alive. A call is forgotten when its graph is.
-
-**Cost** of a plain call: `benchmarks/hooks.py`.
+here keeps a graph alive. A call is forgotten when its graph is. **Cost** of a plain call:
+`benchmarks/hooks.py`.
 """
 
 from __future__ import annotations

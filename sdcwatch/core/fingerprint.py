@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from sdcwatch.core.records import Cause, Disagreement, Outcome
@@ -336,6 +336,30 @@ def _reason(named: dict[int, tuple[str, ...]], world: int, total: int, undecided
     if undecided:
         parts.append(f"no strict majority on {count(undecided, 'more tensor')}")
     return "; ".join(parts)
+
+
+def written_by_forwards(judgement: FingerprintJudgement) -> FingerprintJudgement:
+    """The judgement where the forward of a rank writes weights: nobody's device is named.
+
+    What a forward writes of each rank's own data, such as the rows of an embedding with `max_norm`
+    or a codebook in a parameter, makes replicas differ under plain DDP too.
+    """
+    if judgement.cause is Cause.SOFTWARE:
+        return judgement
+    reason = (
+        f"{judgement.reason}; the forward writes weights, so each rank may have written its own: "
+        "reduce what is written over the ranks, or write it after optimizer.step(); no device is "
+        "named"
+    )
+    ranks = judgement.ranks or tuple(sorted(judgement.named))[:RANKS_SHOWN]
+    return replace(
+        judgement,
+        outcome=Outcome.UNATTRIBUTED,
+        reason=reason,
+        named={},
+        ranks=ranks,
+        cause=Cause.SOFTWARE,
+    )
 
 
 def judge_fingerprints(

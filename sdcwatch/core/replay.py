@@ -6,10 +6,9 @@
 of its `REPEATS` repeats, and every rank that agreed and was asked is right in all of its own. If
 each computation deviated with any probability e, that would have probability e^8 (1-e)^16 < 3e-7
 for each suspicion; with two repeats each, a 20 % noisy operation gets a healthy rank named within a
-hundred audits. A rank that is right again even once
-has a strike (`sdcwatch.core.history`). An agreeing rank that differs from itself, or a rank of
-another device that does not repeat its own work after the first strike, means that the computation
-does not repeat: nobody is named.
+hundred audits. A rank that is right again even once has a strike (`sdcwatch.core.history`). An
+agreeing rank that differs from itself, or a rank of another device that does not repeat its own
+work after the first strike, means that the computation does not repeat: nobody is named.
 
 **A rank that has never matched** since the start of the segment *differs*: other software, another
 environment, or a device that was broken when the segment began. It is `SUSPECT` only where that
@@ -53,7 +52,7 @@ from sdcwatch.core.topology import DOMAINS_TO_NAME, Pairing, Topology
 LISTED = 64
 """Ranks that a judgement lists at most without blaming them."""
 DESCRIBED = 4
-"""Named ranks that a reason describes one by one."""
+"""Named ranks, or damaged payloads, that a reason describes one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,15 +534,11 @@ def _transported(facts: AuditFacts) -> str:
     pairs = _damaged(facts)
     shown = [
         f"rank {sender}" + ("" if to is None else f" to rank {to}")
-        for sender, to in pairs[:PAIRS_SHOWN]
+        for sender, to in pairs[:DESCRIBED]
     ]
     more = len(pairs) - len(shown)
     also = f" and {more} more" if more else ""
     return f"the payload of {', '.join(shown)}{also} arrived damaged"
-
-
-PAIRS_SHOWN = 4
-"""Pairs that a sentence about damaged payloads lists."""
 
 
 def _noun(topology: Topology) -> str:

@@ -37,6 +37,7 @@ from sdcwatch.core.fingerprint import (
     asked_numbers,
     differing_numbers,
     judge_fingerprints,
+    written_by_forwards,
 )
 from sdcwatch.core.outcomes import finding
 from sdcwatch.core.records import Check, Disagreement, GateReason, GuardState, Phase, Verdict
@@ -294,6 +295,7 @@ class ReplicaCheck:
         tainted: The verdict that tainted the run, or None.
         passed_at: Step of the latest check that passed.
         disputed: An audit saw different weights in the backward: compare after the next update.
+        forward_writes: Preflight saw weights change on this rank during the call or the backward.
     """
 
     def __init__(
@@ -312,7 +314,7 @@ class ReplicaCheck:
         self.software = software
         self.tainted: Verdict | None = None
         self.passed_at: int | None = None
-        self.disputed = False
+        self.disputed = self.forward_writes = False
 
     def after_update(self, step: int) -> None:
         """Compare if it is due. Every rank calls it after the same update."""
@@ -371,6 +373,8 @@ class ReplicaCheck:
         config = self._config
         operation = f"the weight check of step {step}"
         judgement = self.weights.dissent(operation, self.software)
+        if self.weights.exchange.max_int64s((int(self.forward_writes),), operation)[0]:
+            judgement = written_by_forwards(judgement)
         verdict = self.tainted = self._reporter.verdicts.fingerprint(
             step, judgement, self.weights.tensors
         )

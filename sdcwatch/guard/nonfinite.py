@@ -55,6 +55,10 @@ from sdcwatch.guard.window import StepWindow
 SECONDS_PER_REPLAY = 60.0
 """How long others wait for one replay: nobody has timed one yet when a first step trips."""
 _NOT_LOCAL = "not replayed: the forward runs a collective, so others would have to wait for it"
+WEIGHTS_CHANGED = (
+    "the weights were changed between the call of the module and the end of the backward: change "
+    "them after optimizer.step()"
+)
 MAX_IN_A_ROW = 16
 """Investigations in consecutive steps before only every tenth is replayed."""
 
@@ -470,8 +474,5 @@ def _problem(backward: Backward) -> str:
     """Why a comparison would mean nothing, by what was seen of the step itself."""
     weights = backward.weights
     if weights is not None and bool((weights != weights[:1]).any()):
-        return (
-            "the weights were changed between the call of the module and the end of the backward: "
-            "change them after optimizer.step()"
-        )
+        return WEIGHTS_CHANGED
     return backward.micro_batch.problem

@@ -14,6 +14,7 @@ from sdcwatch.core.fingerprint import (
     differing_numbers,
     judge_fingerprints,
     split_local,
+    written_by_forwards,
 )
 from sdcwatch.core.records import Cause, Outcome
 
@@ -102,6 +103,17 @@ def test_tensors_without_a_majority_are_said_beside_a_named_rank():
     judgement = judge_fingerprints(NAMES, tables)
     assert judgement.named == {3: ("wte.weight",)}
     assert judgement.reason.endswith("no strict majority on 1 more tensor")
+
+
+def test_where_forwards_write_weights_nobodys_device_is_named():
+    judged = judge_fingerprints(NAMES, replicas(6, r3=((9, 9), (3, 4))))
+    assert list(judged.named) == [3]
+    found = written_by_forwards(judged)
+    assert (found.outcome, found.cause) == (Outcome.UNATTRIBUTED, Cause.SOFTWARE)
+    assert (found.named, found.ranks) == ({}, (3,))
+    assert found.reason.startswith(judged.reason)
+    assert "write it after optimizer.step()" in found.reason
+    assert found.disagreements == judged.disagreements
 
 
 def test_many_tensors_and_ranks_make_a_short_sentence():

@@ -110,7 +110,7 @@ def lstm(c: Course) -> None:
     train(c, Recurrent(), square)
 
 
-@loop("a transformer layer with SDPA and dropout")
+@loop("a transformer layer with SDPA and dropout", fault="layer.linear1")
 def transformer(c: Course) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

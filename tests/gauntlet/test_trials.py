@@ -260,3 +260,52 @@ def test_m03_hang_on_nan_nobody_waits_for_a_replay_that_is_not_local(
     for name in list(NAN_IN)[1:]:
         (found,) = [v for v in rows[0][name]["verdicts"] if v.check is Check.NONFINITE]
         assert "collective" in found.reason, f"{name}: why nobody is named: {found.reason}"
+
+
+# --- replicas that forwards drive apart, with or without a guard ---
+
+
+def max_norm(c: Course) -> nn.Module:
+    return nn.Sequential(nn.Embedding(12, 8, max_norm=1.0), nn.Linear(8, 4))
+
+
+def written_codebook(c: Course) -> nn.Module:
+    def between(m: Any, h: Tensor) -> Tensor:
+        if c.rank == 2:  # whose data alone has the code
+            m.codes.data[1].lerp_(h.detach().mean(0), 0.1)
+        return h - m.codes[0]
+
+    codes = nn.Parameter(torch.zeros(2, 8), requires_grad=False)
+    return Model(between, codes=codes)
+
+
+def driven_apart(rank: int, group: Any, run_dir: str) -> list[dict[str, Any]]:
+    def body(c: Course, build: Callable[[Course], nn.Module]) -> None:
+        net = build(c)
+        model, update = c.ddp(net), sgd(net)
+        c.guard(model, update)
+        for step in c.steps():
+            update.zero_grad()
+            words = torch.full((4,), 4 * rank + step % 4) if build is max_norm else c.batch(step)
+            model(words).square().mean().backward()
+            update.step()
+
+    found = []
+    for build in (max_norm, written_codebook):
+        options = {"audit_every": AUDIT_EVERY, "fingerprint_every": 2, "node": f"n{rank}"}
+        options |= {"telemetry": "off", "console": False, "run_dir": f"{run_dir}/{build.__name__}"}
+        c = Course(rank, group, STEPS, options)
+        found.append(c.run(lambda c, build=build: body(c, build)))
+    return found
+
+
+def test_m07_forward_writes_that_drive_replicas_apart_are_nobodys_device(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    for row in pool.run(driven_apart, 3, str(tmp_path)):
+        for result in row:
+            (found,) = [v for v in result["verdicts"] if v.check is Check.FINGERPRINT]
+            assert (found.outcome, found.cause) == (Outcome.UNATTRIBUTED, Cause.SOFTWARE), found
+            assert found.suspects == ()
+            assert "the forward writes weights" in found.reason
+            assert result["stopped"].startswith("SoftwareDivergence"), result["stopped"]
