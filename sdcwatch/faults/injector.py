@@ -261,6 +261,8 @@ class Injector:
             return None
         damage = functools.partial(self._planter.damage, position, fault, role=role)
         where = find_tensor(output, fault.target or "")
+        if where is None:  # a batch without rows: there is nothing to damage
+            return None
         join = functools.partial(_wrong_result, module, (args, kwargs))
         with internals.dispatch_modes_off():
             return replace_tensor(output, where, damage, join)

@@ -139,15 +139,16 @@ def replace_tensor(
     return tree_unflatten(leaves, spec)
 
 
-def find_tensor(output: Any, module: str) -> int:
-    """Position of the first floating-point leaf of a module's output.
+def find_tensor(output: Any, module: str) -> int | None:
+    """Position of the first floating-point leaf of a module's output; None if all are empty.
 
     Raises:
         ConfigurationError: There is none.
     """
     leaves, _ = tree_flatten(output)
     where = _first_tensor(leaves, floating=True)
-    if where is None:
+    empty = any(isinstance(x, Tensor) and x.is_floating_point() and not x.numel() for x in leaves)
+    if where is None and not empty:
         msg = (
             f"Expected a floating-point tensor from module {module!r}, but got "
             f"{type(output).__name__} without one. Name a module that returns one."

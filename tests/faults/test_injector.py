@@ -757,3 +757,12 @@ def test_things_that_show_only_in_the_loop_are_refused_there() -> None:
     injector.begin_step(1)
     with pytest.raises(ConfigurationError, match="optimizer state shaped like"):
         optimizer.step()
+
+
+def test_an_output_without_rows_is_left_alone() -> None:
+    net = nn.Sequential(nn.Linear(6, 3))
+    injector = Injector(FaultPlan(faults=(fault("activation", "scale", "0", factor=2.0),)), rank=0)
+    injector.attach(net)
+    injector.begin_step(3)
+    assert net(torch.ones(0, 6)).shape == (0, 3)
+    assert not any(planted.changed for planted in injector.log)
