@@ -308,8 +308,7 @@ class CallCapture:
                 continue
             self._hook_output(record, number, edge, alive, inner)
             places.add(edge)
-        if inputs or record.state_edges:
-            record.input_edges = record.state_edges = ()
+        record.input_edges = record.state_edges = ()
         with internals.dispatch_modes_off():
             record.probe(tensors)
             if record.audit:

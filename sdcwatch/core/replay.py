@@ -492,12 +492,13 @@ def _judge_without_blame(
         said = "the replicas already differed before the audit; the weight check has the verdict"
         return AuditJudgement(Outcome.VOID, said)
     if is_widespread(compared, topology, comparisons_total=facts.comparisons_total):
-        said = f"{mismatches}: more than two broken {_noun(topology)}s explain, so nobody is named"
+        noun = topology.domain_noun
+        said = f"{mismatches}: more than two broken {noun}s explain, so nobody is named"
         return AuditJudgement(Outcome.WIDESPREAD, said, ranks=ranks)
     if compared and domains < DOMAINS_TO_NAME:
         said = (
             f"{mismatches} ({list_ranks(ranks)}), and naming one takes {DOMAINS_TO_NAME} "
-            f"{_noun(topology)}s, while there {'is' if domains == 1 else 'are'} {domains}"
+            f"{topology.domain_noun}s, while there {'is' if domains == 1 else 'are'} {domains}"
         )
         return AuditJudgement(Outcome.UNATTRIBUTED, said, ranks=ranks)
     if compared:
@@ -539,10 +540,6 @@ def _transported(facts: AuditFacts) -> str:
     more = len(pairs) - len(shown)
     also = f" and {more} more" if more else ""
     return f"the payload of {', '.join(shown)}{also} arrived damaged"
-
-
-def _noun(topology: Topology) -> str:
-    return "node" if topology.fault_domain == "node" else "GPU"
 
 
 def usable_facts(facts: AuditFacts, history: History | None = None) -> AuditFacts:

@@ -83,6 +83,11 @@ class Topology:
         return dict(Counter(self.domains))
 
     @property
+    def domain_noun(self) -> str:
+        """A fault domain in words."""
+        return "node" if self.fault_domain == "node" else "GPU"
+
+    @property
     def nodes(self) -> tuple[str, ...]:
         """Distinct node names in order of first appearance."""
         return tuple(dict.fromkeys(r.node for r in self.ranks))
