@@ -197,7 +197,7 @@ def test_a_failed_audit_leaves_nothing_to_be_confirmed_by_the_next_clean_one(
 ) -> None:
     assert pool.run(audited_twice, WORLD, str(tmp_path))[0] == [
         (6, "provisional", "ok"),
-        (9, "withheld", "no_audit"),  # named by the audit of step 8
+        (9, "withheld", "no_audit"),  # a hook on one rank is software: the audit names nobody
         (12, "saved", "ok"),
     ]
 
