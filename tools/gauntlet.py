@@ -42,8 +42,8 @@ def judge(check: Any, *arguments: Any) -> str:
 
 
 def cell(reason: str) -> str:
-    """A reason as a cell of Markdown, with paths as from the root."""
-    return reason.replace(f"{ROOT}/", "").replace("|", r"\|")
+    """A reason as a cell of Markdown, with paths as from the root and no code read as a link."""
+    return reason.replace(f"{ROOT}/", "").replace("|", r"\|").replace("](", "] (")
 
 
 def page(rows: list[tuple[str, str, str]]) -> str:

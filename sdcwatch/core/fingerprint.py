@@ -344,8 +344,6 @@ def written_by_forwards(judgement: FingerprintJudgement) -> FingerprintJudgement
     What a forward writes of each rank's own data, such as the rows of an embedding with `max_norm`
     or a codebook in a parameter, makes replicas differ under plain DDP too.
     """
-    if judgement.cause is Cause.SOFTWARE:
-        return judgement
     reason = (
         f"{judgement.reason}; the forward writes weights, so each rank may have written its own: "
         "reduce what is written over the ranks, or write it after optimizer.step(); no device is "
