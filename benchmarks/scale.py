@@ -41,7 +41,8 @@ from sdcwatch.core.replay import AuditFacts, judge_audit, remember
 from sdcwatch.core.summary import SummaryBuilder
 from sdcwatch.core.topology import RankInfo, Topology, candidate_pairings, draw_pairing, partners
 from sdcwatch.core.waiting import Stage, describe, judge_wait
-from sdcwatch.guard.arrivals import RANKS_PER_WORD, Arrivals
+from sdcwatch.guard.arrivals import ARRIVED, Arrivals
+from sdcwatch.guard.bitmap import mark
 from sdcwatch.guard.exchange import lazy_group
 from sdcwatch.guard.fingerprint import (
     ReplicaSet,
@@ -191,8 +192,7 @@ class Scenarios:
         live = min(LIVE, self.world - missing)
         others = range(live, self.world - missing)
         for rank in others:
-            word, bit = divmod(rank, RANKS_PER_WORD)
-            store.add(f"arrived/{word}", 1 << bit)
+            mark(store, ARRIVED, rank)
         store.add("started", len(others))
         clients = [StoreClient(store) for _ in range(live)]
         missed: list[tuple[int, ...]] = []

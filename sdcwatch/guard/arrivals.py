@@ -9,10 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 from sdcwatch.core.waiting import Finding
+from sdcwatch.guard.bitmap import mark, marked
 from sdcwatch.guard.watchdog import STORE_SECONDS, bounded
 
-RANKS_PER_WORD = 62
-"""Ranks per counter of the bitmap of arrivals: the store counts in signed 64-bit integers."""
+ARRIVED = "arrived"
 
 
 class Arrivals:
@@ -33,10 +33,9 @@ class Arrivals:
         Returns:
             None once all have come; else who has not, and what went wrong.
         """
-        word, bit = divmod(self._rank, RANKS_PER_WORD)
 
         def arrive() -> None:
-            self._store.add(f"arrived/{word}", 1 << bit)
+            mark(self._store, ARRIVED, self._rank)
             if self._store.add("started", 1) == self._world_size:
                 self._store.set("everyone", "1")
             self._store.wait(["everyone"], timedelta(seconds=deadline_seconds))
@@ -58,13 +57,8 @@ class Arrivals:
         return missing
 
     def _not_arrived(self) -> tuple[int, ...]:
-        counters = range(-(-self._world_size // RANKS_PER_WORD))
-        words = [self._store.add(f"arrived/{w}", 0) for w in counters]
-        return tuple(
-            rank
-            for rank in range(self._world_size)
-            if not words[rank // RANKS_PER_WORD] >> rank % RANKS_PER_WORD & 1
-        )
+        here = marked(self._store, ARRIVED, self._world_size)
+        return tuple(rank for rank in range(self._world_size) if rank not in here)
 
     def _let_others_read(self, missing: Sequence[int]) -> None:
         """Leave last if this rank may host the store, so that all others learn who is missing."""

@@ -37,6 +37,7 @@ from sdcwatch.core.waiting import (
     relation,
 )
 from sdcwatch.errors import EXIT_HANG, Desync, RankGone, SdcwatchError
+from sdcwatch.guard.bitmap import mark, marked
 
 WINDOW_SECONDS = 6.0
 """How long a rank has to answer before it counts as silent."""
@@ -47,8 +48,6 @@ STORE_SECONDS = 1.0
 STUCK_SECONDS = 3.0
 """After that long in one broadcast of buffers a rank waits for one that is elsewhere."""
 _LOOK_SECONDS = 0.1
-_BITS = 62
-"""Ranks per counter of a bitmap: the store counts in signed 64-bit integers."""
 LONG = timedelta(days=20)
 """For ever, as far as a wait in the store can be told: milliseconds in 32 bits."""
 _STATES = ("here", "behind", "past")
@@ -140,18 +139,11 @@ class LivenessCheck:
 
     def _leave(self, note: str) -> None:
         self._store.set(f"note/{self.rank}", note)
-        self._mark("left", self.rank)
+        mark(self._store, "left", self.rank)
         self._store.add("leavers", 1)
 
-    def _mark(self, bitmap: str, rank: int) -> None:
-        self._store.add(f"{bitmap}/{rank // _BITS}", 1 << rank % _BITS)
-
     def _marked(self, bitmap: str) -> set[int]:
-        found = set()
-        for word in range(-(-self.world_size // _BITS)):
-            bits = self._store.add(f"{bitmap}/{word}", 0)
-            found |= {word * _BITS + bit for bit in range(_BITS) if bits >> bit & 1}
-        return found
+        return marked(self._store, bitmap, self.world_size)
 
     # --- answering ---
 
@@ -181,8 +173,7 @@ class LivenessCheck:
         if state is not Relation.HERE:
             doing = f"{here.doing}{self.busy()}"
             store.set(f"{base}/at/{self.rank}", f"{here.step} is alive, {doing}")
-        word, bit = divmod(self.rank, _BITS)
-        store.add(f"{base}/{state.value}/{word}", 1 << bit)
+        mark(store, f"{base}/{state.value}", self.rank)
         store.add(f"{base}/count", 1)
         if state is not Relation.HERE:
             self._read_along(store, f"{base}/found")
