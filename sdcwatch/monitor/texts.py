@@ -17,6 +17,7 @@ from sdcwatch.core.catalog import (
     LAST_EVENT_STEP,
     RUN_INFO,
     SUSPECT_INFO,
+    Metric,
 )
 from sdcwatch.monitor import run_queries
 from sdcwatch.monitor.config import MonitorConfig
@@ -80,14 +81,14 @@ def _checkpoint(scope: Scope) -> str:
     return run_queries.checkpoint(scope, DAY)
 
 
-def _run_dir(scope: Scope) -> str:
-    known = dedup_exporters(newest(select(RUN_INFO, scope), scope, DAY), scope, "run_dir")
-    return f"topk by ({scope.labels()}) (1, {known})"
+def _newest_text(metric: Metric, label: str) -> Callable[[Scope], str]:
+    """The text that an info metric of the run had last, as that label."""
 
+    def ask(scope: Scope) -> str:
+        known = dedup_exporters(newest(select(metric, scope), scope, DAY), scope, label)
+        return f"topk by ({scope.labels()}) (1, {known})"
 
-def _how(scope: Scope) -> str:
-    known = dedup_exporters(newest(select(END_INFO, scope), scope, DAY), scope, "how")
-    return f"topk by ({scope.labels()}) (1, {known})"
+    return ask
 
 
 def _going_on(scope: Scope) -> str:
@@ -148,21 +149,21 @@ CHECKPOINT = Lookup(
     "Last good checkpoint: step {{ .Labels.step }}{{ with .Labels.path }}, {{ . }}{{ end }}. ",
     _checkpoint,
 )
-HOW = Lookup("how", (), ("how",), "{{ .Labels.how }}. ", _how)
+HOW = Lookup("how", (), ("how",), "{{ .Labels.how }}. ", _newest_text(END_INFO, "how"))
 RUN_DIR = Lookup(
     "run_dir",
     (),
     ("run_dir",),
     "{{ with .Labels.run_dir }}"
     "Run directory: {{ . }} (first: sdcwatch suspects {{ . }}). {{ end }}",
-    _run_dir,
+    _newest_text(RUN_INFO, "run_dir"),
 )
 REPORT = Lookup(
     "report",
     (),
     ("run_dir",),
     "{{ with .Labels.run_dir }}Run directory: {{ . }} (first: sdcwatch report {{ . }}). {{ end }}",
-    _run_dir,
+    _newest_text(RUN_INFO, "run_dir"),
 )
 """Where the event log is, and the first command to type."""
 
