@@ -128,7 +128,7 @@ class Guard(JoinableGuard):
         self._gate, self._probes, self._preflight = made.gate, made.probes, made.preflight
         self._replicas, self._steps = made.replicas, made.steps
         self._capture, self._close_console = made.capture, made.close_console
-        trained = [p for _, p in made.guarded.named if p.requires_grad]
+        trained = [p for _, p in made.guarded.trained]
         self._hooks = [OptimizerHooks(one, self._steps) for one in made.guarded.optimizers]
         around = [w for w in made.guarded.wrappers if callable(getattr(w, "step", None))]
         self._hooks += [WrapperHooks(w, self._steps, trained) for w in around]

@@ -14,7 +14,7 @@ from sdcwatch.core.fingerprint import split_local
 from sdcwatch.core.text import list_names
 from sdcwatch.errors import ConfigurationError, nearest
 from sdcwatch.guard.hook import released_probes
-from sdcwatch.guard.optimizer import parameters_of, steppers
+from sdcwatch.guard.optimizer import held_by, parameters_of, steppers
 
 _WRAPPED_IN = ("_orig_mod", "_forward_module")
 """Where torch.compile and Fabric keep what they wrap."""
@@ -52,6 +52,11 @@ class Guarded:
     def compared(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
         """Name and parameter, of those that are replicas."""
         return tuple((n, p) for n, p in self.named if n not in self.local)
+
+    @property
+    def trained(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
+        """Name and parameter, of those that need a gradient now."""
+        return tuple((n, p) for n, p in self.named if p.requires_grad)
 
     @property
     def process_group(self) -> Any:
@@ -214,7 +219,7 @@ def unguarded_parameters(
     module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[str]:
     """Names of the trainable parameters of `module` that none of `optimizers` holds."""
-    held = {id(p) for one in optimizers for p in parameters_of(one)}
+    held = held_by(optimizers)
     return [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
 
 

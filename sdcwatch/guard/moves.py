@@ -32,11 +32,10 @@ class WeightWatch:
     """Notes where the trained weights are, and which of them have moved since.
 
     Args:
-        named: Name and parameter; those that need no gradient are left out.
+        trained: Name and parameter.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        trained = [(n, p) for n, p in named if p.requires_grad]
+    def __init__(self, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._names = [n for n, _ in trained]
         self.parameters = [p for _, p in trained]
         self._seen: Places | None = None

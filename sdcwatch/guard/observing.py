@@ -199,7 +199,7 @@ def _gradients(guarded: Guarded) -> list[torch.Tensor]:
 
 def _expected(guarded: Guarded) -> list[tuple[str, torch.nn.Parameter]]:
     ignored = {plain_name(n) for n in getattr(guarded.ddp, "parameters_to_ignore", ())}
-    return [(n, p) for n, p in guarded.named if p.requires_grad and n not in ignored]
+    return [(n, p) for n, p in guarded.trained if n not in ignored]
 
 
 def _expected_elements(guarded: Guarded) -> int:

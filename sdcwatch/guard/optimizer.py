@@ -110,6 +110,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def held_by(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
+    """Ids of the parameters that they update."""
+    return {id(p) for one in optimizers for p in parameters_of(one)}
+
+
 # Hooks and profiling, which are none of what a step may move.
 _OF_TORCH = ("_optimizer_", "_zero_grad_", "_patch", "_warned")
 

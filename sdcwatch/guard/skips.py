@@ -14,7 +14,7 @@ from sdcwatch.core.outcomes import finding
 from sdcwatch.core.records import Action, Check, SkipReason, UpdateSkipped
 from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.moves import movers, told
-from sdcwatch.guard.optimizer import Snapshot, is_foreign, parameters_of
+from sdcwatch.guard.optimizer import Snapshot, is_foreign
 from sdcwatch.guard.reporter import Reporter
 from sdcwatch.guard.window import Decision
 
@@ -90,7 +90,7 @@ class SkipTracker:
         return held
 
     def _trained(self) -> list[torch.nn.Parameter]:
-        return [p for _, p in self._guarded.named if p.requires_grad]
+        return [p for _, p in self._guarded.trained]
 
     def kept(self, optimizer: Any) -> Snapshot | None:
         """What an optimizer held when its update was decided against, if that was kept."""
@@ -227,11 +227,6 @@ class SkipTracker:
     def _gradients_remain(self) -> bool:
         gradients = (p.grad for _, p in self._guarded.named if p.grad is not None)
         return any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients)
-
-
-def held_by(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
-    """Ids of the parameters that they update."""
-    return {id(p) for one in optimizers for p in parameters_of(one)}
 
 
 def _reason(decision: Decision) -> SkipReason:

@@ -52,10 +52,10 @@ from sdcwatch.guard.observing import (
     observed,
     weights_nonfinite,
 )
-from sdcwatch.guard.optimizer import Snapshot
+from sdcwatch.guard.optimizer import Snapshot, held_by
 from sdcwatch.guard.preflight import ReplayCheck
 from sdcwatch.guard.reporter import Reporter
-from sdcwatch.guard.skips import SkipTracker, held_by
+from sdcwatch.guard.skips import SkipTracker
 from sdcwatch.guard.watchdog import Watchdog
 from sdcwatch.guard.window import Decision, Recorder, StepWindow
 
@@ -118,7 +118,7 @@ class StepController:
         )
         self._window: StepWindow | None = None
         self._queued = False
-        self._watch = WeightWatch(guarded.named)
+        self._watch = WeightWatch(guarded.trained)
         self._running = 0
         self._last_count: int | None = None
         self.skips = SkipTracker(

@@ -18,6 +18,7 @@ from sdcwatch.checks.fingerprint import combine, digest_tensors
 from sdcwatch.core.fingerprint import OptimizerFacts
 from sdcwatch.core.text import count, list_names
 from sdcwatch.guard.guarded import Guarded
+from sdcwatch.guard.optimizer import parameters_of
 
 WATCHED_GRADIENTS = 256
 """Up to so many parameters, writes into gradients are counted in every step: 0.1 µs for each."""
@@ -128,7 +129,7 @@ class UpdateLog:
     def trained(self) -> list[Collection[str]]:
         """The compared tensors that each optimizer updates."""
         return [
-            [self._names[id(p)] for g in one.param_groups for p in g["params"] if self._knows(p)]
+            [self._names[id(p)] for p in parameters_of(one) if self._knows(p)]
             for one in self._optimizers()
         ]
 
