@@ -58,7 +58,7 @@ def disagreement(exchange: Exchange) -> tuple[Any, ...]:
             named[i][1][1] += 1
         check = WeightCheck(ReplicaSet(exchange, lambda named=named: named))  # type: ignore[misc]
         assert not check.equal("a test")
-        judgement = check.dissent("a test", 4.0)
+        judgement = check.dissent("a test", None)
         differing = judgement.disagreements
         said += [judgement.outcome, judgement.reason, len(differing), differing[0].note]
     return tuple(said)
