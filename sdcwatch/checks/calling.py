@@ -276,13 +276,18 @@ def _redirected(module: nn.Module, method: str) -> Iterator[None]:
         restore()
 
 
+def mutes_logging(module: nn.Module, method: str) -> bool:
+    """Whether a replay of this method leaves out what it logs: of a LightningModule's step."""
+    return bool(method) and not method.startswith(_PART) and _is_lightning(module)
+
+
 @contextmanager
 def _muted(module: nn.Module, method: str) -> Iterator[None]:
     """For a replay of a LightningModule's step, `log` and `log_dict` that do nothing.
 
     Lightning would add what is logged to the results of the step, and reduce it over the ranks.
     """
-    if not method or not _is_lightning(module):
+    if not mutes_logging(module, method):
         yield
         return
     held = module.__dict__

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sdcwatch.checks import torch_internals as internals
+from sdcwatch.checks.calling import mutes_logging
 from sdcwatch.checks.fingerprint import combine, digest_tensors, salt
 from sdcwatch.checks.gradients import GradientLog
 from sdcwatch.checks.hidden import HiddenState, advanced
@@ -133,10 +134,12 @@ class Around:
     Args:
         module: The module that is called.
         state: Watches its state.
+        mutes: A replay of this call leaves out its logging, and with that the collectives of the
+            logging; preflight's replay says whether any is left.
     """
 
-    def __init__(self, module: nn.Module, state: StateWatch) -> None:
-        self._module, self._state = module, state
+    def __init__(self, module: nn.Module, state: StateWatch, *, mutes: bool) -> None:
+        self._module, self._state, self._mutes = module, state, mutes
         self._collectives, self._iterators = internals.collective_counts(), self._positions()
 
     def _positions(self) -> dict[str, Any]:
@@ -144,8 +147,8 @@ class Around:
 
     def left(self) -> tuple[bool, str]:
         """After the call: whether it has communicated, and why it cannot be made again or ""."""
-        communicated = self._collectives != internals.collective_counts()
-        return communicated, advanced(self._iterators, self._positions())
+        counted = not self._mutes and self._collectives != internals.collective_counts()
+        return counted, advanced(self._iterators, self._positions())
 
 
 _NO_ENVIRONMENT: dict[str, str] = {}  # travels in a payload, so it has to pickle
@@ -202,7 +205,7 @@ class CallRecord:
 
     def look_around(self, module: nn.Module, state: StateWatch) -> None:
         """Before the call, on an audit step: what it may move that no replay can put back."""
-        self.around = Around(module, state)
+        self.around = Around(module, state, mutes=mutes_logging(module, self.method))
 
     def look_back(self, generators: Generators) -> None:
         """After the call, on an audit step: what it has moved."""

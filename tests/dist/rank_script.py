@@ -39,8 +39,10 @@ class Rank:
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
-    def guard(self, **options: Any) -> sdcwatch.Guard:
+    def guard(self, *, of_its_own: bool = False, **options: Any) -> sdcwatch.Guard:
         self.model = DistributedDataParallel(self.net)
+        if of_its_own:
+            self.net.register_buffer("extra", torch.zeros(2))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         dist.barrier()  # so that no deadline covers the start of a process
         return sdcwatch.init(
@@ -166,14 +168,10 @@ def saved_instead_of_updated(rank: Rank) -> None:
         guard.save_checkpoint(lambda: None)
 
 
-def other_parameters(rank: Rank) -> None:
-    """DDP compares what it reduces; what it was told to ignore, nobody compares."""
-    if rank.is_victim:
-        frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
-        rank.net.register_parameter("extra", frozen)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(rank.net, ["extra"])
+def other_buffers(rank: Rank) -> None:
+    """DDP has compared what it reduces before; what comes later, nobody compares."""
     rank.mark()
-    rank.train()
+    rank.train(of_its_own=rank.is_victim, buffers=True)
 
 
 def corrupted(rank: Rank) -> None:

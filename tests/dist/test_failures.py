@@ -190,7 +190,7 @@ def test_ranks_at_different_places_all_end_knowing_who_is_where(
 def test_ranks_with_different_models_all_end_with_the_name_of_the_difference(
     tmp_path: Path,
 ) -> None:
-    ended = play("other_parameters", tmp_path)
+    ended = play("other_buffers", tmp_path)
     assert ended.codes == [EXIT_SCHEMA] * WORLD
     difference = "extra: missing on ranks 0 and 2, (2,) torch.float32 on rank 1"
     assert all(difference in text for text in ended.stderr)
