@@ -258,7 +258,8 @@ class CallCapture:
         carried = [t for t in held if t.requires_grad and t.grad_fn is not None]
         record.state_edges = tuple(map(internals.edge_of, carried))
         record.environment = numeric_environment()
-        record.weights = self.weights()
+        record.digests_of_weights = digests = self.replicas.digests()
+        record.weights = self.replicas.fingerprint(digests)
         record.look_around(self.module, self.state)
         try:
             record.frozen = freeze((record.args, record.kwargs, state), self.scope)
@@ -541,6 +542,8 @@ class CallCapture:
         if not audited:
             return backward
         calls = [record.weights for record in arrivals if record.weights is not None]
+        digests = [r.digests_of_weights for r in arrivals if r.digests_of_weights is not None]
+        now = self.replicas.digests()
         roots = [root for one in running for root in one.roots]
         graphs = find_call_graphs(roots, arrivals, self._key, self._leaves)
         names = {node: self.named[number][0] for node, number in self._leaves.items()}
@@ -550,7 +553,8 @@ class CallCapture:
             gradients=self.replicas.rows(gradient_table(window, arrivals, self.device)),
             doors=find_side_doors(roots, graphs, names),
             roots_known=bool(roots),
-            weights=torch.stack([*calls, self.weights()]),
+            weights=torch.stack([*calls, self.replicas.fingerprint(now)]),
+            moved=functools.partial(self.replicas.moved, [*digests, now]),
             communicated=any(record.communicated for record in arrivals),
         )
 

@@ -45,6 +45,7 @@ class Backward:
         roots_known: Whether side doors could be looked for.
         weights: int64 (c + 1, 2): fingerprint of the weights at each call and now; None unless
             audited. Equal rows, or somebody has written weights in between.
+        moved: Names of those weights, for when the rows differ.
         communicated: A call has run a collective (audit steps).
     """
 
@@ -60,6 +61,7 @@ class Backward:
     doors: tuple[str, ...] = ()
     roots_known: bool = True
     weights: Tensor | None = None
+    moved: Callable[[], tuple[str, ...]] = tuple
     communicated: bool = False
 
     @functools.cached_property
@@ -100,12 +102,26 @@ class Replicas:
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], local: Collection[str]) -> None:
         held = [(i, n, p) for i, (n, p) in enumerate(named) if n not in local]
         self._places, self._tensors = [i for i, _, _ in held], [p for _, _, p in held]
+        self._names = [n for _, n, _ in held]
         self._salts = tuple(salt(n, p) for _, n, p in held)
         self._apart = {i: n for i, (n, _) in enumerate(named) if n in local}
 
-    def fingerprint(self) -> Tensor:
-        """Of all of them now, int64 (2,), on the device; does not wait."""
-        return combine(digest_tensors([p.detach() for p in self._tensors]), self._salts)
+    def digests(self) -> Tensor:
+        """Of each of them now, int64 (n, 2), on the device; does not wait."""
+        return digest_tensors([p.detach() for p in self._tensors])
+
+    def fingerprint(self, digests_n2: Tensor | None = None) -> Tensor:
+        """Of all of them, now or by their digests, int64 (2,), on the device; does not wait."""
+        return combine(self.digests() if digests_n2 is None else digests_n2, self._salts)
+
+    def moved(self, digests: Sequence[Tensor]) -> tuple[str, ...]:
+        """Names of those whose digests are not the same all along; waits for the device."""
+        differ = [(d != digests[0]).any(dim=1) for d in digests[1:]]
+        return tuple(
+            name
+            for number, name in enumerate(self._names)
+            if any(bool(rows[number]) for rows in differ)
+        )
 
     def rows(self, table_N2: Tensor) -> Tensor:
         """Their rows of a table of all parameters."""
@@ -173,6 +189,7 @@ class CallRecord:
     frozen: Frozen | None = None
     environment: Mapping[str, str] = _NO_ENVIRONMENT
     weights: Tensor | None = None
+    digests_of_weights: Tensor | None = None
     around: Around | None = None
     communicated = False
     input_edges: tuple[Edge, ...] = ()

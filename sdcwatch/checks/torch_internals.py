@@ -351,7 +351,7 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, own: Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = (*own, __file__, *torch.__path__)
+        self._own = tuple(own)
         self.attempted: tuple[str, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -362,19 +362,50 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CollectiveAttempted(said)
         return func(*args, **(kwargs or {}))
 
-    def _is_foreign(self, file: str) -> bool:
-        return file.startswith(self._own) or "site-packages" in file
-
     def _said(self, func: Any) -> str:
         """The operation, and the innermost line of the user's code that led to it."""
-        name, frame = str(func._schema.name).split("::")[-1].strip("_"), sys._getframe()
-        while frame is not None and self._is_foreign(frame.f_code.co_filename):
-            frame = frame.f_back  # type: ignore[assignment]
+        name = str(func._schema.name).split("::")[-1].strip("_")
+        frame = _users_frame(sys._getframe(), self._own)
         if frame is None:
             return name
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        source = linecache.getline(file, line).strip()
-        return f"{name} in `{source}`, {file}:{line}" if source else f"{name}, {file}:{line}"
+        line = source_line(frame.f_code.co_filename, frame.f_lineno)
+        return f"{name} in {line}" if line.startswith("`") else f"{name}, {line}"
+
+
+def _users_frame(frame: FrameType | None, own: tuple[str, ...]) -> FrameType | None:
+    """The innermost frame that is neither ours nor torch's nor a package's."""
+    passed = (*own, __file__, *torch.__path__)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(passed) and "site-packages" not in file:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def operations_line(own: str) -> tuple[str, int] | None:
+    """File and line of the user's code that runs the operation which a dispatch mode of ours sees.
+
+    Args:
+        own: Folder of ours. Below its frames at the top, it is the one that makes the call again;
+            what is further out, as the training loop, runs no operation of the call.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+    while frame is not None and not frame.f_code.co_filename.startswith(own):
+        file = frame.f_code.co_filename
+        if not file.startswith(tuple(torch.__path__)) and "site-packages" not in file:
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def source_line(file: str, line: int) -> str:
+    """A line of code and where it stands: "`y = x + 1`, model.py:12"."""
+    source = linecache.getline(file, line).strip()
+    return f"`{source}`, {file}:{line}" if source else f"{file}:{line}"
 
 
 class GeneratorsKept(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ from sdcwatch.core.trace_values import (
     Value,
 )
 
+_OWN = str(Path(__file__).parents[1])
 REPEATS = 8
 """Traces at most of a micro-batch whose replays do not repeat, to find where."""
 
@@ -108,6 +110,7 @@ class _Seen:
     place: Place
     inputs: list[_Read] = field(default_factory=list)
     outputs: list[_Read] = field(default_factory=list)
+    line: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,8 @@ class TraceRecorder:
             shape = self._shapes.get(func)
             if shape is None:
                 shape = self._shapes[func] = _shape_of(func)
-            seen = _Seen(Place(shape.name, *self._paths.now()))
+            line = internals.operations_line(_OWN)
+            seen = _Seen(Place(shape.name, *self._paths.now()), line=line)
             for name, value in _named(shape, args, kwargs):
                 seen.inputs += self._argument(shape, name, value)
             if shape.draws and not any(leaves((args, kwargs), _is_generator)):
@@ -340,7 +344,8 @@ class TraceRecorder:
     def _operation(self, seen: _Seen, bits: list[str]) -> Operation:
         inputs = [self._value(read, bits) for read in seen.inputs]
         outputs = [self._value(read, bits) for read in seen.outputs]
-        return Operation.of(seen.place, inputs, outputs)
+        line = internals.source_line(*seen.line) if seen.line else ""
+        return Operation.of(seen.place, inputs, outputs, line)
 
     def _value(self, read: _Read, bits: list[str]) -> Value:
         value = read.value

@@ -203,6 +203,7 @@ class _Pair:
             position=self.position,
             rank=rank,
             detail=detail,
+            line=self.here.line if place is self.here.place else "",
         )
 
 
@@ -261,7 +262,7 @@ def _other_input(pair: _Pair, own: Value, other: Value) -> TraceFinding:
     if own.born is Born.CODE:
         return pair.found(
             TraceOutcome.SOFTWARE,
-            f"it got {own.kind} {own.bits}, on rank {pair.ranks[1]} {other.bits}",
+            f"`{own.kind}` is {own.bits}, and {other.bits} on rank {pair.ranks[1]}",
         )
     if own.born is Born.GENERATOR:
         return pair.found(TraceOutcome.SOFTWARE, f"its {own.kind} stands elsewhere")

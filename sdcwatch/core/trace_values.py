@@ -10,7 +10,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -135,20 +135,25 @@ class Operation:
         place: Which, and where.
         inputs: What it read, `MAX_VALUES` at most and one for the rest.
         outputs: What it wrote, likewise.
+        line: The user's line of code that ran it and where it stands, or "". No part of what is
+            compared: nodes may keep the code in other folders.
     """
 
     place: Place
     inputs: tuple[Value, ...] = ()
     outputs: tuple[Value, ...] = ()
+    line: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, place: Place, inputs: Sequence[Value], outputs: Sequence[Value]) -> Operation:
+    def of(
+        cls, place: Place, inputs: Sequence[Value], outputs: Sequence[Value], line: str = ""
+    ) -> Operation:
         """An operation with any number of inputs and outputs and names of any length."""
         short = replace(place, operator=place.operator[:_NAME], module=place.module[:_NAME])
-        return cls(short, _folded(inputs), _folded(outputs))
+        return cls(short, _folded(inputs), _folded(outputs), line[:_TEXT])
 
     def to_json(self) -> list[Any]:
-        """As plain JSON values."""
+        """What is compared, as plain JSON values."""
         place = self.place
         return [
             place.operator,
@@ -160,12 +165,13 @@ class Operation:
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Operation:
-        """The inverse of `to_json`."""
-        operator, module, backward, inputs, outputs = row
+        """The inverse of `to_json`, with or without the line behind it."""
+        operator, module, backward, inputs, outputs, *line = row
         return cls(
             Place(operator, module, bool(backward)),
             tuple(map(Value.from_json, inputs)),
             tuple(map(Value.from_json, outputs)),
+            *line,
         )
 
 
@@ -201,6 +207,7 @@ class TraceFinding:
             cannot be told.
         detail: What differs, in words.
         advice: What to set or to write instead, or "".
+        line: The user's line of code that ran the operation and where it stands, or "".
     """
 
     outcome: TraceOutcome
@@ -211,6 +218,7 @@ class TraceFinding:
     rank: int | None = None
     detail: str = ""
     advice: str = ""
+    line: str = ""
 
     @property
     def names_device(self) -> bool:
@@ -225,13 +233,18 @@ class TraceFinding:
     @property
     def said(self) -> str:
         """The operation, what is the matter with it and what to set, as a clause."""
+        return f"{self.where}{self._ran}: {self.detail}. {self.advice}".strip(" .:")
+
+    @property
+    def _ran(self) -> str:
+        """In which pass, and by which line: of a device, no line of code has to be looked at."""
         backward = ", in the backward" if self.backward else ""
-        return f"{self.where}{backward}: {self.detail}. {self.advice}".strip(" .:")
+        return backward + (f" ({self.line})" if self.line and not self.names_device else "")
 
     def __str__(self) -> str:
         head = f"{self.outcome.value}: {self.where}" if self.where else self.outcome.value
-        if self.backward and self.where:
-            head += ", in the backward"
+        if self.where:
+            head += self._ran
         text = "; ".join(part for part in (head, self.detail) if part)
         return f"{text}. {self.advice}" if self.advice else text
 
@@ -246,6 +259,7 @@ class TraceFinding:
             "rank": self.rank,
             "detail": self.detail[:_TEXT],
             "advice": self.advice[:_TEXT],
+            "line": self.line[:_TEXT],
         }
 
     @classmethod
@@ -328,7 +342,7 @@ class Section:
 
     def pack(self) -> bytes:
         """As compressed bytes, at most `SECTION_BYTES`."""
-        rows = [operation.to_json() for operation in self.operations]
+        rows = [[*operation.to_json(), operation.line] for operation in self.operations]
         packed = zlib.compress(_text([self.start, self.complete, rows]))
         if len(packed) <= SECTION_BYTES:
             return packed

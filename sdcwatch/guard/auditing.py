@@ -21,7 +21,7 @@ from sdcwatch.core.text import list_names, list_ranks
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, missing_ranks
 from sdcwatch.guard.fingerprint import ReplicaCheck
-from sdcwatch.guard.nonfinite import WEIGHTS_CHANGED, own_step
+from sdcwatch.guard.nonfinite import own_step
 from sdcwatch.guard.preflight import ReplayCheck
 from sdcwatch.guard.replay import COLLECTIVE, AuditResult, OwnStep
 from sdcwatch.guard.reporter import Reporter
@@ -206,7 +206,7 @@ class Audits:
             return self._not_recorded(window)
         own = own_step(window)
         assert own is not None  # every rank has said so in the header
-        if self._preflight.coverage is None and own.problem == WEIGHTS_CHANGED:
+        if self._preflight.coverage is None and own.moved:
             self._replicas.forward_writes = True
         self._reporter.flush()
         operation = f"the weights before the audit of step {step}"

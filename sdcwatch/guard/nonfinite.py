@@ -35,6 +35,7 @@ from sdcwatch.core.nonfinite import (
     plan_own_replays,
     remember,
 )
+from sdcwatch.core.text import list_names
 from sdcwatch.core.topology import Topology
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.hook import GradientProbes
@@ -55,9 +56,9 @@ from sdcwatch.guard.window import StepWindow
 SECONDS_PER_REPLAY = 60.0
 """How long others wait for one replay: nobody has timed one yet when a first step trips."""
 _NOT_LOCAL = "not replayed: the forward runs a collective, so others would have to wait for it"
-WEIGHTS_CHANGED = (
-    "the weights were changed between the call of the module and the end of the backward: change "
-    "them after optimizer.step()"
+_WEIGHTS_CHANGED = (
+    "the weights were changed between the call of the module and the end of the backward ({}): "
+    "change them after optimizer.step()"
 )
 MAX_IN_A_ROW = 16
 """Investigations in consecutive steps before only every tenth is replayed."""
@@ -459,20 +460,23 @@ def own_step(window: StepWindow) -> OwnStep | None:
     backward = window.audited
     if backward is None or not backward.audited or backward.outputs is None:
         return None
+    moved = _moved(backward)
+    problem = _WEIGHTS_CHANGED.format(list_names(moved)) if moved else ""
     return OwnStep(
         backward.micro_batch,
         backward.outputs,
         backward.gradients,
         doors=backward.doors,
-        problem=_problem(backward),
+        problem=problem or backward.micro_batch.problem,
         communicates=backward.communicated,
         of=window.count,
+        moved=moved,
     )
 
 
-def _problem(backward: Backward) -> str:
-    """Why a comparison would mean nothing, by what was seen of the step itself."""
+def _moved(backward: Backward) -> tuple[str, ...]:
+    """Weights that were written meanwhile: a comparison would mean nothing."""
     weights = backward.weights
-    if weights is not None and bool((weights != weights[:1]).any()):
-        return WEIGHTS_CHANGED
-    return backward.micro_batch.problem
+    if weights is None or not bool((weights != weights[:1]).any()):
+        return ()
+    return backward.moved()

@@ -72,6 +72,7 @@ class OwnStep:
         problem: Why it must not be compared for another reason, or "".
         communicates: The call has run a collective.
         of: Micro-batches of the step, of which this is one.
+        moved: Names of weights that were written between the call and the end of its backward.
     """
 
     micro_batch: MicroBatch
@@ -81,6 +82,7 @@ class OwnStep:
     problem: str = ""
     communicates: bool = False
     of: int = 1
+    moved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,7 +332,7 @@ def _blindness(scope: Scope, limits: Thresholds) -> tuple[Alert, ...]:
             expr=failed(scope, limits),
             severity="warning",
             summary="A guarded run ended with an error and was not resumed.",
-            text="{run}: it ended with an error. {how}{checkpoint}{report}",
+            text="{run}: it ended with an error{how}. {checkpoint}{report}",
         ),
         Alert(
             name="SdcwatchRunVanished",

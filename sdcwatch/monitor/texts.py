@@ -149,7 +149,7 @@ CHECKPOINT = Lookup(
     "Last good checkpoint: step {{ .Labels.step }}{{ with .Labels.path }}, {{ . }}{{ end }}. ",
     _checkpoint,
 )
-HOW = Lookup("how", (), ("how",), "{{ .Labels.how }}. ", _newest_text(END_INFO, "how"))
+HOW = Lookup("how", (), ("how",), ": {{ .Labels.how }}", _newest_text(END_INFO, "how"))
 RUN_DIR = Lookup(
     "run_dir",
     (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -274,8 +275,21 @@ def test_a_global_that_differs_is_software_with_its_operation(net, monkeypatch):
     found = sides_of(net, lambda: monkeypatch.setitem(globals(), "SCALE", 2.0))
     assert found.outcome is TraceOutcome.SOFTWARE
     assert found.operator == "aten::mul"
-    assert found.detail == "it got other 2.0, on rank 5 1.0"
+    assert found.detail == "`other` is 2.0, and 1.0 on rank 5"
+    assert f"(`return z * SCALE`, {__file__}:" in found.said, "the user's own line"
     assert not found.names_device
+
+
+def test_lines_are_those_of_the_forward_alone(net):
+    """None of the backward, and none of the loop that called the replay."""
+    replayer, micro_batch = prepared(net)
+    operations = traced_replay(replayer, micro_batch).operations
+    told = {o.line.rsplit(":", 1)[0] for o in operations if o.line}
+    code = {line.strip() for line in inspect.getsource(Net.forward).splitlines()}
+    assert {line.split("`")[1] for line in told} <= code | {"self.also = lambda z: z"}
+    assert all(not o.line for o in operations if o.place.backward)
+    plain = nn.Sequential(nn.Linear(16, 8), nn.ReLU())
+    assert {o.line for o in traced_replay(*prepared(plain)).operations} == {""}
 
 
 def test_a_tensor_in_a_closure_that_differs_is_software_with_its_operation(net):

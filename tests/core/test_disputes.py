@@ -39,7 +39,7 @@ def found(outcome, rank=None, **more):
 
 
 DEVICE = found(TraceOutcome.DEVICE, 0)
-SOFTWARE = found(TraceOutcome.SOFTWARE, detail="it got float 2.0, on rank 4 1.0")
+SOFTWARE = found(TraceOutcome.SOFTWARE, detail="`other` is 2.0, and 1.0 on rank 4")
 UNREPEATED = found(TraceOutcome.NONDETERMINISTIC, advice="Set this.")
 BLIND = TraceFinding(outcome=TraceOutcome.BLIND, detail="compiled code runs")
 
@@ -75,7 +75,7 @@ def test_software_names_nobody_and_leaves_no_trace_on_a_device(suspect, topology
     assert (after.named, after.strikes) == ((), ())
     assert after.operator == "aten::addmm in blocks.3"
     assert 0 in after.ranks
-    assert "it got float 2.0, on rank 4 1.0" in after.reason
+    assert "`other` is 2.0, and 1.0 on rank 4" in after.reason
     kept = remember(History(), FACTS, after, topology("3x2"), step=3)
     assert (kept.ledger.struck, kept.confirmed) == ((), ())
 

@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,7 +104,11 @@ def network(kind: str) -> nn.Module:
 
 def steps(rank: int, group: Any, kind: str, run_dir: str) -> dict[int, Any]:
     """What plain steps read: the guard's own reads, by step."""
-    torch_internals.dispatch_modes_off = nullcontext  # the modes are to see the guard
+    with mock.patch.object(torch_internals, "dispatch_modes_off", nullcontext):
+        return counted(group, kind, run_dir)  # the modes see the guard
+
+
+def counted(group: Any, kind: str, run_dir: str) -> dict[int, Any]:
     net = network(kind)
     model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
