@@ -17,9 +17,8 @@ replaced, no number, no graph and no exception of the user's changes.
    `MicroBatch`, and on audit steps digests, side doors and weights. `keep()` sets one of an
    accumulation aside; `take_kept()` hands them out.
 
-It is idle under `no_grad`, inside `torch.func`, in a replay, and in `torch.autograd.grad`, which
-adds to no gradient. Nothing here waits for the device, and nothing raises but a step that is
-captured into a CUDA graph: what goes wrong is in `MicroBatch.problem`.
+It is idle under `no_grad`, inside `torch.func`, in a replay, and in `torch.autograd.grad`. Nothing
+here waits for the device, or raises but in a CUDA graph's capture: see `MicroBatch.problem`.
 
 **A call** is one from outside the module: what it calls itself is part of it. **A window** belongs
 to one graph task of the engine; one that runs inside is a reentrant checkpoint. **Memory**: nothing
@@ -258,8 +257,7 @@ class CallCapture:
         carried = [t for t in held if t.requires_grad and t.grad_fn is not None]
         record.state_edges = tuple(map(internals.edge_of, carried))
         record.environment = numeric_environment()
-        record.digests_of_weights = digests = self.replicas.digests()
-        record.weights = self.replicas.fingerprint(digests)
+        record.read_weights(self.replicas)
         record.look_around(self.module, self.state)
         try:
             record.frozen = freeze((record.args, record.kwargs, state), self.scope)
@@ -541,9 +539,8 @@ class CallCapture:
         )
         if not audited:
             return backward
-        calls = [record.weights for record in arrivals if record.weights is not None]
         digests = [r.digests_of_weights for r in arrivals if r.digests_of_weights is not None]
-        now = self.replicas.digests()
+        digests.append(self.replicas.digests())
         roots = [root for one in running for root in one.roots]
         graphs = find_call_graphs(roots, arrivals, self._key, self._leaves)
         names = {node: self.named[number][0] for node, number in self._leaves.items()}
@@ -553,8 +550,8 @@ class CallCapture:
             gradients=self.replicas.rows(gradient_table(window, arrivals, self.device)),
             doors=find_side_doors(roots, graphs, names),
             roots_known=bool(roots),
-            weights=torch.stack([*calls, self.replicas.fingerprint(now)]),
-            moved=functools.partial(self.replicas.moved, [*digests, now]),
+            weights=torch.stack([self.replicas.fingerprint(d) for d in digests]),
+            moved=functools.partial(self.replicas.moved, digests),
             communicated=any(record.communicated for record in arrivals),
         )
 

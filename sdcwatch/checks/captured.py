@@ -220,6 +220,11 @@ class CallRecord:
         copied.__dict__.update(self.__dict__)
         return copied
 
+    def read_weights(self, replicas: Replicas) -> None:
+        """Before the call, on an audit step: the weights that it computes with."""
+        self.digests_of_weights = replicas.digests()
+        self.weights = replicas.fingerprint(self.digests_of_weights)
+
     def look_around(self, module: nn.Module, state: StateWatch) -> None:
         """Before the call, on an audit step: what it may move that no replay can put back."""
         self.around = Around(module, state, mutes=mutes_logging(module, self.method))

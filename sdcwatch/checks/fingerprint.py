@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 ROW = 256
 """Words in a row; also rows of columns in a chunk."""
@@ -149,12 +149,16 @@ def _sum_counts(words: int) -> tuple[int, int]:
     return rows, rows + chunks * COLUMNS + min(rest, COLUMNS)
 
 
-def _part_sizes(words: int) -> tuple[int, int, int, int, int]:
-    """Of one tensor: rows of its chunks, full rows and last row of the rest, columns of both."""
+def _part_sizes(words: int) -> list[int]:
+    """Of one tensor: rows of its chunks, full rows and last row of the rest, columns of both.
+
+    Without those that are 0.
+    """
     chunks, rest = divmod(words, CHUNK)
     rows, in_last_row = divmod(rest, ROW)
     whole = chunks * COLUMNS
-    return whole, rows, int(in_last_row > 0), whole, min(rest, COLUMNS)
+    sizes = (whole, rows, int(in_last_row > 0), whole, min(rest, COLUMNS))
+    return [size for size in sizes if size]
 
 
 @lru_cache(maxsize=128)
@@ -224,6 +228,15 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     return words
 
 
+def _contiguous_words(flat: torch.Tensor, count: int) -> torch.Tensor:
+    """`_words`, of any shape where nothing has to be copied or told apart."""
+    last = flat.shape[-1] * flat.element_size() if flat.dim() else 1
+    if last % _WORD_BYTES or flat.nbytes != count * _WORD_BYTES or not flat.is_contiguous():
+        return _words(flat)
+    aligned = flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0
+    return flat.view(torch.int64) if aligned else _words(flat)
+
+
 def _sum_chunks(words_W: torch.Tensor, rows_M: torch.Tensor, columns_M: torch.Tensor) -> None:
     """Row and column sums of whole chunks; on the CPU one chunk at a time, for its cache."""
     chunks = words_W.numel() // CHUNK
@@ -258,26 +271,36 @@ def _sum_rest(words_GW: torch.Tensor, rows_GM: torch.Tensor, columns_GM: torch.T
         columns_GM[:, :beyond].add_(words_GW[:, deep * COLUMNS :])
 
 
-def _sum_one(words_W: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Row and column sums of one tensor into its parts, as `_part_sizes` orders them."""
-    chunk_rows, rows, last_row, chunk_columns, columns = parts
-    count = words_W.numel()
-    if chunk_rows.numel():
-        whole = count // CHUNK * CHUNK
-        _sum_chunks(words_W[:whole], chunk_rows, chunk_columns)
-        words_W, count = words_W[whole:], count - whole
-    in_rows = count // ROW * ROW
-    if in_rows:
-        torch.sum(words_W.as_strided((in_rows // ROW, ROW), (ROW, 1)), 1, out=rows)
-    if in_rows < count:
-        torch.sum(words_W[in_rows:].view(1, -1), 1, out=last_row)
+def _sum_one(words: torch.Tensor, count: int, parts: Iterator[torch.Tensor]) -> None:
+    """Row and column sums of one tensor into its parts, as `_part_sizes` orders them.
+
+    Args:
+        words: Its words, contiguous, of any shape.
+        count: How many.
+        parts: Where its sums go comes next.
+    """
+    begin, chunks = words.storage_offset(), 0
+    if count >= CHUNK:
+        chunks = count // CHUNK * CHUNK
+        chunk_rows, begin, count = next(parts), begin + chunks, count - chunks
+    rows, in_last_row = divmod(count, ROW)
+    if rows:
+        torch.sum(words.as_strided((rows, ROW), (ROW, 1), begin), 1, out=next(parts))
+    if in_last_row:
+        rest = words.as_strided((1, in_last_row), (in_last_row, 1), begin + rows * ROW)
+        torch.sum(rest, 1, out=next(parts))
+    if chunks:
+        whole_W = words.as_strided((chunks,), (1,), begin - chunks)
+        _sum_chunks(whole_W, chunk_rows, next(parts))
     deep, beyond = divmod(count, COLUMNS)
-    if deep == 0:
-        columns.copy_(words_W)
-        return
-    torch.sum(words_W.as_strided((deep, COLUMNS), (COLUMNS, 1)), 0, out=columns)
-    if beyond:
-        columns[:beyond].add_(words_W[count - beyond :])
+    if deep:
+        columns_M = next(parts)
+        torch.sum(words.as_strided((deep, COLUMNS), (COLUMNS, 1), begin), 0, out=columns_M)
+        if beyond:
+            rest = words.as_strided((beyond,), (1,), begin + deep * COLUMNS)
+            columns_M.narrow(0, 0, beyond).add_(rest)
+    elif count:
+        next(parts).copy_(words.as_strided((count,), (1,), begin))
 
 
 class _Batch:
@@ -336,7 +359,7 @@ def _sum_all(plan: _Plan, flats: Sequence[torch.Tensor | None], sums_M: torch.Te
             batch.add(here, group, next(parts).view(-1, group.sums))
             continue
         for flat in here:
-            _sum_one(_words(flat), [next(parts) for _ in range(5)])
+            _sum_one(_contiguous_words(flat, group.words), group.words, parts)
     batch.flush()
 
 

@@ -438,12 +438,37 @@ def live_grad_scalers() -> list[Any]:
     """Every enabled `torch.amp.GradScaler` of this process that has scaled a loss.
 
     Relies on: a scaler makes its scale, `_scale`, at its first `scale()`. Nothing registers
-    scalers, so the garbage collector is asked: only where a value was not finite.
+    scalers, so the garbage collector is asked, after what is garbage already has gone: seldom.
     """
+    gc.collect()
     found: list[Any] = [
         thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)
     ]
     return [scaler for scaler in found if scaler.is_enabled() and scaler._scale is not None]
+
+
+_STEPS_OF_SCALERS = frozenset(
+    (torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_step.__code__)
+)
+_FRAMES = 32
+"""How far out a scaler is looked for: frameworks and schedulers wrap `step` several times."""
+
+
+def stepping_grad_scaler() -> Any:
+    """The `torch.amp.GradScaler` whose `step` runs in this thread; None outside of one."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        if frame.f_code in _STEPS_OF_SCALERS:
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None
+
+
+def grad_scaler_has_unscaled(scaler: Any, optimizer: Any) -> bool:
+    """Whether a scaler has unscaled the gradients of an optimizer since its last `update()`."""
+    return id(optimizer) in scaler._per_optimizer_states
 
 
 # --- operations ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from sdcwatch.core.fingerprint import split_local
 from sdcwatch.core.text import list_names
 from sdcwatch.errors import ConfigurationError, nearest
 from sdcwatch.guard.hook import released_probes
+from sdcwatch.guard.loss_scale import LossScale
 from sdcwatch.guard.optimizer import held_by, parameters_of, steppers
 
 _WRAPPED_IN = ("_orig_mod", "_forward_module")
@@ -32,7 +33,7 @@ class Guarded:
         optimizers: Those that take step hooks: the innermost ones, and what is around them.
         named: Name and parameter, frozen ones included.
         device: Device of the module.
-        scaler: The GradScaler that `init` was given; None to look for one.
+        loss_scale: In the gradients of the model.
         wrappers: What steps around optimizers and takes no hooks.
         local: Names of parameters and buffers that belong to each rank alone.
     """
@@ -44,7 +45,7 @@ class Guarded:
     optimizers: tuple[torch.optim.Optimizer, ...]
     named: tuple[tuple[str, torch.nn.Parameter], ...]
     device: torch.device
-    scaler: Any = None
+    loss_scale: LossScale = field(default_factory=LossScale)
     wrappers: tuple[Any, ...] = ()
     local: frozenset[str] = frozenset()
 
@@ -170,7 +171,7 @@ def what_is_guarded(
         optimizers=optimizers,
         named=named,
         device=named[0][1].device,
-        scaler=config.scaler,
+        loss_scale=LossScale(config.scaler),
         local=frozenset(local),
     )
     return guarded, unused

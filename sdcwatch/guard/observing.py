@@ -18,17 +18,10 @@ from sdcwatch.checks.captured import Backward
 from sdcwatch.checks.nonfinite import confirm_nonfinite, probe
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.serialise import Scope
-from sdcwatch.checks.torch_internals import live_grad_scalers
 from sdcwatch.core.nonfinite import NAMES_SHOWN, RankFinite
 from sdcwatch.guard.guarded import Guarded, plain_name
 from sdcwatch.guard.hook import GradientProbes
 from sdcwatch.guard.window import StepWindow
-
-
-def loss_scale(guarded: Guarded) -> float | None:
-    """The scale of the GradScaler that `init` was given, else of any that lives; None without."""
-    scalers = live_grad_scalers() if guarded.scaler is None else [guarded.scaler]
-    return next((float(s.get_scale()) for s in scalers if s.is_enabled()), None)
 
 
 def gradient_homes(guarded: Guarded) -> dict[int, int]:

@@ -128,7 +128,7 @@ class _Session(Protocol):
     @property
     def updated(self) -> bool: ...
 
-    def step_begins(self) -> None: ...
+    def step_begins(self, optimizer: Any) -> None: ...
 
     def step_broken(self) -> None: ...
 
@@ -292,7 +292,7 @@ class OptimizerHooks:
         self._depth += 1
         if self._depth > 1:  # an optimizer that steps inside its own step
             return None
-        self._session.step_begins()
+        self._session.step_begins(self.optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._apply()

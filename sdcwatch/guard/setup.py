@@ -62,7 +62,6 @@ from sdcwatch.guard.guarded import (
 from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
 from sdcwatch.guard.leaving import export_seconds, exporters
 from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation
-from sdcwatch.guard.observing import loss_scale
 from sdcwatch.guard.preflight import Preflight, ReplayCheck
 from sdcwatch.guard.replay import AuditPolicy, RingAudit, SegmentMemory
 from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
@@ -295,7 +294,7 @@ def _build(
         config,
         reporter,
         gate,
-        software=UpdateLog(guarded, lambda: steps.optimizers, lambda: loss_scale(guarded)),
+        software=UpdateLog(guarded, lambda: steps.optimizers, guarded.loss_scale.value),
         saved=SavedState(guarded.named, guarded.module.named_buffers, shadow.take_left_behind),
     )
     replayer = Replayer(capture, choose_caller(guarded.given, guarded.ddp, guarded.module))

@@ -47,7 +47,6 @@ from sdcwatch.guard.observing import (
     gradients_hold_nan,
     holds_nan,
     look,
-    loss_scale,
     not_replayable,
     observed,
     weights_nonfinite,
@@ -283,7 +282,7 @@ class StepController:
                 own,
                 nan=own.nan and holds_nan(own, captured, scope, reduced=reduced_nan),
                 not_replayable=not_replayable(window, captured),
-                loss_scaled=loss_scale(self._guarded) not in (None, 1.0),
+                loss_scaled=self._guarded.loss_scale.value() not in (None, 1.0),
                 weights=weights_nonfinite(self._guarded, self._recorder.shadow.before),
                 reduced_nan=reduced_nan,
             )
@@ -351,9 +350,10 @@ class StepController:
         """Whether an optimizer is inside its own step."""
         return self._running > 0
 
-    def step_begins(self) -> None:
+    def step_begins(self, optimizer: Any) -> None:
         """An optimizer steps, perhaps inside the step of another."""
         self._running += 1
+        self._guarded.loss_scale.stepping(optimizer)
         if self._running > 1 or self.skips.two_calls:
             return
         if moved := self._watch.moved():
