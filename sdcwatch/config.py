@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from sdcwatch.sinks.base import Sink
 
 Export = Literal["leader", "node", "all"]
-
+_LARGEST = 2**63
+"""Steps and seeds travel as integers of 64 bits, sign included."""
 
 _PLAIN: Mapping[Any, str] = {
     bool: "True or False",
@@ -62,6 +63,17 @@ def require_types(config: Any) -> None:
             value,
             f"Pass {words[0]}.",
         )
+        _require_reach(name, value, hint)
+
+
+def _require_reach(name: str, value: object, hint: Any) -> None:
+    """Refuse what has the right type and can be sent, or written to, nowhere."""
+    if isinstance(value, int):
+        small = abs(value) < _LARGEST
+        expect(small, f"`{name}` to fit into 64 bits", value, "Pass a smaller number.")
+    if Path in get_args(hint) and value is not None:
+        usable = value != "" and "\0" not in str(value)
+        expect(usable, f"`{name}` to be the path of a folder", value, 'Pass one, such as "runs/a".')
 
 
 def _words_of(hint: Any) -> str:
@@ -148,6 +160,18 @@ class TelemetryConfig:
         for name in ("close_seconds", "linger_seconds"):
             value = getattr(self, name)
             expect(value >= 0, f"`{name}` >= 0", value, "Pass seconds.")
+        expect(
+            all(isinstance(key, str) for key in self.wandb_init or ()),
+            "`wandb_init` to hold arguments of wandb.init by name",
+            self.wandb_init,
+            'Pass {"project": ...}.',
+        )
+        expect(
+            self.dashboard_url == "" or re.match(r"https?://\S+$", self.dashboard_url) is not None,
+            "`dashboard_url` to start with http:// or https://",
+            self.dashboard_url,
+            "Pass a full URL.",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +267,7 @@ class GuardConfig:
             self.local,
             'Pass strings, such as local=("experts.*",).',
         )
+        self._check_what_is_called()
         _one_of("quorum", str(self.quorum), ("2", "3"))
         for name in ("start_step", "max_audit_age"):
             value = getattr(self, name)
@@ -250,6 +275,22 @@ class GuardConfig:
             expect(ok, f"`{name}` >= 0", value, "Pass a number of steps.")
         for name in ("deadline_seconds", "late_seconds", "hang_seconds"):
             expect(getattr(self, name) > 0, f"`{name}` > 0", getattr(self, name), "Pass seconds.")
+
+    def _check_what_is_called(self) -> None:
+        hook = self.comm_hook
+        expect(
+            hook is None or (len(hook) == 2 and callable(hook[1])),
+            "`comm_hook` to be a pair of a state and a hook",
+            hook,
+            "Pass what register_comm_hook would be given: (state, hook).",
+        )
+        asked = ("get_scale", "is_enabled")
+        expect(
+            self.scaler is None or all(callable(getattr(self.scaler, n, None)) for n in asked),
+            "`scaler` to be a GradScaler or None",
+            self.scaler,
+            "Pass the one that the loop steps, or leave it out.",
+        )
 
     @property
     def audit_age_limit(self) -> int | None:
@@ -391,20 +432,40 @@ def _pushes(signal: str) -> bool:
     return wanted and any(os.environ.get(name) for name in names)
 
 
+def kernel_variables() -> dict[str, str]:
+    """The variables that decide which kernels run, those that are set."""
+    return {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ}
+
+
+def _count_in(*names: str) -> int:
+    """The first of some variables of a launcher that is set; 0 without."""
+    name = next((n for n in names if os.environ.get(n)), None)
+    if name is None:
+        return 0
+    text = os.environ[name]
+    valid = text.isascii() and text.isdecimal() and len(text) < len(str(_LARGEST))
+    expect(valid, f"{name} to be a number, as launchers set it", text, "Correct it, or unset it.")
+    return int(text)
+
+
 def launcher_environment() -> LauncherEnvironment:
-    """Read what torchrun, Slurm and OpenTelemetry put into the environment."""
+    """Read what torchrun, Slurm and OpenTelemetry put into the environment.
+
+    Raises:
+        ConfigurationError: A variable of the launcher holds no number.
+    """
     env = os.environ
     elastic = env.get("TORCHELASTIC_RUN_ID")
     run = elastic if elastic and elastic != "none" else env.get("SLURM_JOB_ID")
     return LauncherEnvironment(
         run=run,
-        local_rank=int(env.get("LOCAL_RANK") or env.get("SLURM_LOCALID") or 0),
-        restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        local_rank=_count_in("LOCAL_RANK", "SLURM_LOCALID"),
+        restart_count=_count_in("TORCHELASTIC_RESTART_COUNT"),
         otlp_endpoint=_pushes("METRICS"),
         otlp_logs_endpoint=_pushes("LOGS"),
         otel_disabled=env.get("OTEL_SDK_DISABLED", "").lower() == "true",
         cublas_workspace=env.get("CUBLAS_WORKSPACE_CONFIG"),
-        kernel_variables={name: env[name] for name in _KERNEL_VARIABLES if name in env},
+        kernel_variables=kernel_variables(),
     )
 
 

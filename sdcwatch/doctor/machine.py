@@ -18,7 +18,7 @@ from pathlib import Path
 from sdcwatch import __version__
 from sdcwatch.config import (
     GuardConfig,
-    launcher_environment,
+    kernel_variables,
     relevant_variables,
     unknown_options,
 )
@@ -54,7 +54,7 @@ def read_facts(
         job=Job(ranks=told, ranks_per_node=min(local, told or local)),
         options=_read_options(variables),
         variables=variables,
-        kernel_variables=launcher_environment().kernel_variables,
+        kernel_variables=kernel_variables(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         processes=_limit("RLIMIT_NPROC"),

@@ -8,6 +8,7 @@ on the optimizer until all of that has passed.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -471,8 +472,10 @@ def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -
 
 
 def run_dir_of(config: GuardConfig, run: str) -> Path:
-    """Where the event log of a run goes."""
-    return Path(config.run_dir) if config.run_dir is not None else Path("sdcwatch-runs") / run
+    """Where the event log of a run goes: one folder, whatever characters its name has."""
+    if config.run_dir is not None:
+        return Path(config.run_dir)
+    return Path("sdcwatch-runs") / re.sub(r"[/\0]|^\.+$", "-", run)
 
 
 def make_run_dir(config: GuardConfig, run: str) -> Path:

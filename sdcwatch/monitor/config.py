@@ -6,6 +6,7 @@ name; flags of ``sdcwatch monitor build`` win over it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from sdcwatch.core.catalog import CATALOG
 from sdcwatch.errors import ConfigurationError, expect
 
 SEVERITIES = ("critical", "warning", "info")
@@ -22,6 +24,12 @@ _UNIT_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _UID = re.compile(r"[a-zA-Z0-9_-]{1,28}")
 _TAKEN = ("run", "job", "instance", "exporter_rank", "start")
+"""Queries join on these already, or make them."""
+_OTHERS = frozenset(
+    ("alertname", "severity", "le", *(name for metric in CATALOG for name in metric.labels))
+)
+"""Labels that alerts, histograms or single metrics have by themselves."""
+_LONGEST_SECONDS = 100 * 365 * 86400
 _LISTS = ("scope_labels",)
 _MAPPINGS = ("rule_matchers", "severities", "prometheusrule_labels")
 
@@ -38,7 +46,12 @@ def duration_seconds(text: str) -> int:
         if valid
         else 0
     )
-    expect(seconds > 0, "a duration such as 15m or 1h30m", text, "Write days, hours, minutes, s.")
+    expect(
+        0 < seconds <= _LONGEST_SECONDS,
+        "a duration such as 15m or 1h30m",
+        text,
+        "Write days, hours, minutes, s.",
+    )
     return seconds
 
 
@@ -90,7 +103,8 @@ class Thresholds:
                 duration_seconds(value)
             else:
                 number = isinstance(value, int | float) and not isinstance(value, bool)
-                expect(number and value > 0, f"`{f.name}` > 0", value, "Pass a positive number.")
+                positive = number and 0 < value < math.inf
+                expect(positive, f"`{f.name}` > 0", value, "Pass a positive number.")
                 whole = f.type != "int" or isinstance(value, int)
                 expect(whole, f"`{f.name}` to be a whole number", value, "Pass an integer.")
 
@@ -131,7 +145,12 @@ class MonitorConfig:
         """Check every field."""
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name))
-        expect(bool(self.datasource), "`datasource` to be a UID", self.datasource, "Pass its UID.")
+        expect(
+            bool(self.datasource.strip()),
+            "`datasource` to be a UID",
+            self.datasource,
+            "Pass its UID.",
+        )
         expect(
             _UID.fullmatch(self.uid_prefix) is not None,
             "`uid_prefix` of at most 28 characters of a-z, A-Z, 0-9, _ and -",
@@ -139,17 +158,25 @@ class MonitorConfig:
             "Grafana allows 40 for the whole UID.",
         )
         for label in (*self.scope_labels, *self.rule_matchers):
-            # Queries join on these already, or make them; twice in one list is an error.
             expect(
-                _LABEL.fullmatch(label) is not None and label not in _TAKEN,
-                f"a Prometheus label name other than {', '.join(f'`{name}`' for name in _TAKEN)}",
+                _LABEL.fullmatch(label) is not None
+                and not label.startswith("__")
+                and label not in _OTHERS.union(_TAKEN),
+                f"a Prometheus label name other than {', '.join(f'`{name}`' for name in _TAKEN)} "
+                "and those of alerts and of sdcwatch's own metrics",
                 label,
                 "Correct `scope_labels` or `rule_matchers`.",
             )
+        expect(
+            len(set(self.scope_labels)) == len(self.scope_labels),
+            "`scope_labels` to name each label once",
+            self.scope_labels,
+            "Leave the second out.",
+        )
         for name in ("grafana_url", "runbook_url"):
             url = getattr(self, name)
             expect(
-                url == "" or re.match(r"https?://", url) is not None,
+                url == "" or re.fullmatch(r"https?://\S+", url) is not None,
                 f"`{name}` to start with http:// or https://",
                 url,
                 "Pass a full URL, or an empty one to leave the link out.",
@@ -188,12 +215,16 @@ def _check_type(name: str, value: object) -> None:
 
 def _typed(name: str, value: Any) -> Any:
     if name == "thresholds":
-        known = {f.name for f in fields(Thresholds)}
         expect(isinstance(value, Mapping), "`thresholds` to be a mapping", value, "Use key: value.")
-        unknown = sorted(set(value) - known)
-        expect(not unknown, f"thresholds among {sorted(known)}", unknown, "Check the spelling.")
+        _require_known("thresholds", value, Thresholds)
         return Thresholds(**value)
     return tuple(value) if name in _LISTS and isinstance(value, list) else value
+
+
+def _require_known(what: str, given: Mapping[Any, Any], of: type[Any]) -> None:
+    known = sorted(f.name for f in fields(of))
+    unknown = [name for name in given if name not in known]
+    expect(not unknown, f"{what} among {known}", unknown, "Check the spelling.")
 
 
 def load_config(path: Path | None, **overrides: Any) -> MonitorConfig:
@@ -209,14 +240,13 @@ def load_config(path: Path | None, **overrides: Any) -> MonitorConfig:
     data: Any = {}
     if path is not None:
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError) as error:
+            read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
             msg = f"Expected {path} to be a readable YAML file, but got: {error}. Correct it."
             raise ConfigurationError(msg) from error
+        data = {} if read is None else read
         expect(isinstance(data, dict), f"{path} to hold a mapping", data, "Use field: value.")
-    known = {f.name for f in fields(MonitorConfig)}
-    unknown = sorted(set(data) - known)
-    expect(not unknown, f"fields among {sorted(known)}", unknown, "Check the spelling.")
+    _require_known("fields", data, MonitorConfig)
     config = MonitorConfig(**{name: _typed(name, value) for name, value in data.items()})
     given = {k: v for k, v in overrides.items() if v is not None}
     return replace(config, **given) if given else config

@@ -26,6 +26,8 @@ from socketserver import TCPServer
 from typing import Any
 
 MAX_BODY_BYTES = 4 << 20
+MAX_DEPTH = 32
+"""Levels of JSON; Alertmanager sends five. Python reads deeper ones than it can write."""
 KEPT_NOTIFICATIONS = 200
 WHO = ("run", "suspect_rank", "suspect_node", "suspect_gpu", "suspect_instance_id")
 SECONDS = len("2006-01-02T15:04:05")
@@ -64,18 +66,32 @@ def read_notification(body: bytes) -> dict[str, Any]:
     """The notification in `body`.
 
     Raises:
-        ValueError: `body` is no JSON object with a list of alerts.
+        ValueError: `body` is no JSON object with a list of alerts, or deeper than `MAX_DEPTH`.
     """
+    too_deep = f"Expected JSON of at most {MAX_DEPTH} levels, but got more."
     try:
         notification = json.loads(body)
     except RecursionError as error:
-        msg = "Expected JSON of a depth that can be read, but got more."
-        raise ValueError(msg) from error
+        raise ValueError(too_deep) from error
+    if _deeper_than(notification, MAX_DEPTH):
+        raise ValueError(too_deep)
     alerts = notification.get("alerts") if isinstance(notification, dict) else None
     if not isinstance(alerts, list) or not all(isinstance(a, dict) for a in alerts):
         msg = "Expected a JSON object with a list `alerts`, but got something else."
         raise ValueError(msg)
     return dict(notification)
+
+
+def _deeper_than(value: object, levels: int) -> bool:
+    """Whether JSON is nested more than that, without recursion."""
+    here = [value]
+    for _ in range(levels):
+        lists = [one for one in here if isinstance(one, list)]
+        lists += [list(one.values()) for one in here if isinstance(one, dict)]
+        here = [child for one in lists for child in one]
+        if not here:
+            return False
+    return True
 
 
 class _Server(ThreadingHTTPServer):
@@ -170,10 +186,11 @@ def _linked(escaped: str) -> str:
 def _refused(headers: Message) -> tuple[HTTPStatus, str, str] | None:
     """Why a POST is not read; None if it is."""
     # Alertmanager sends neither of these; a page that a browser shows, one of them.
-    if headers.get("Origin") or headers.get("Sec-Fetch-Site", "none") != "none":
+    if "Origin" in headers or headers.get("Sec-Fetch-Site", "none") != "none":
         return HTTPStatus.FORBIDDEN, "text/plain", "not from a browser\n"
     size = headers.get("Content-Length", "")
-    if not (size.isascii() and size.isdecimal()) or int(size[:12]) > MAX_BODY_BYTES:
+    shown = size.lstrip("0") or "0"  # so that its digits tell how large it is
+    if not (size.isascii() and size.isdecimal()) or int(shown[:12]) > MAX_BODY_BYTES:
         text = "body missing or too large\n"
         return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "text/plain", text
     return None
@@ -202,9 +219,8 @@ def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
                 self._answer(*refused)
                 return
             try:
-                notification = read_notification(
-                    self.rfile.read(int(self.headers["Content-Length"]))
-                )
+                size = int(self.headers["Content-Length"].lstrip("0") or 0)
+                notification = read_notification(self.rfile.read(size))
             except (ValueError, OSError) as error:  # no JSON, or the sender went away
                 self._answer(HTTPStatus.BAD_REQUEST, "text/plain", f"{error}\n")
                 return

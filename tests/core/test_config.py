@@ -1,9 +1,11 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from sdcwatch.config import GuardConfig, GuardOptions, TelemetryConfig, launcher_environment
 from sdcwatch.errors import ConfigurationError
+from sdcwatch.monitor.config import MonitorConfig, Thresholds
 
 FORM = r"(?s)^Expected .+, but got .+\. [A-Z].+\.$"
 
@@ -32,6 +34,14 @@ FORM = r"(?s)^Expected .+, but got .+\. [A-Z].+\.$"
         {"hang_seconds": -1.0},
         {"telemetry": "on"},
         {"telemetry": None},
+        {"comm_hook": (1, 2)},
+        {"comm_hook": ()},
+        {"scaler": 5},
+        {"local": (1,)},
+        {"run_dir": ""},
+        {"run_dir": "a\0b"},
+        {"seed": 2**80},
+        {"start_step": 2**63},
     ],
     ids=str,
 )
@@ -51,6 +61,10 @@ def test_what_cannot_work_is_said_as_expected_got_and_do(bad):
         {"prometheus_port": 65536},
         {"close_seconds": -1.0},
         {"linger_seconds": -0.1},
+        {"wandb_init": {1: 2}},
+        {"dashboard_url": "javascript:alert(1)"},
+        {"dashboard_url": "http://a b"},
+        {"file_sd_dir": ""},
     ],
     ids=str,
 )
@@ -58,6 +72,44 @@ def test_telemetry_that_cannot_work_is_said_in_the_same_form(bad):
     with pytest.raises(ConfigurationError, match=FORM) as raised:
         TelemetryConfig(**bad)
     assert next(iter(bad)) in str(raised.value)
+
+
+@pytest.mark.parametrize("cls", [GuardConfig, TelemetryConfig, MonitorConfig, Thresholds])
+def test_every_field_refuses_what_is_not_of_its_type_by_name(cls):
+    class Anything:
+        """Of no type that an option has; its name is no excuse for a word of a Literal."""
+
+        def __str__(self):
+            return "off"
+
+    for field in dataclasses.fields(cls):
+        with pytest.raises(ConfigurationError, match=FORM) as raised:
+            cls(**{field.name: Anything()})
+        assert "Anything object" in str(raised.value)
+        known_by_name = cls is not Thresholds or field.type != "str"  # durations say an example
+        assert field.name in str(raised.value) or not known_by_name
+
+
+def test_every_path_may_be_a_string(tmp_path):
+    paths = {
+        (cls, field.name)
+        for cls in (GuardConfig, TelemetryConfig)
+        for field in dataclasses.fields(cls)
+        if "Path" in str(field.type)
+    }
+    assert paths == {(GuardConfig, "run_dir"), (TelemetryConfig, "file_sd_dir")}
+    for cls, name in paths:
+        assert Path(getattr(cls(**{name: str(tmp_path)}), name)) == tmp_path
+
+
+@pytest.mark.parametrize("text", ["abc", "-1", "1.0", "٣", "9" * 40])
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_variable_of_the_launcher_that_is_no_number_is_named(name, text, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigurationError, match=FORM) as raised:
+        launcher_environment()
+    assert name in str(raised.value)
 
 
 def test_the_defaults_are_those_of_the_documentation():

@@ -17,9 +17,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
+from sdcwatch.config import GuardConfig
 from sdcwatch.core.records import Note
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 from sdcwatch.guard.guarded import is_compiled, unguarded_parameters
+from sdcwatch.guard.setup import run_dir_of
 from sdcwatch.sinks.jsonl import read_records
 
 QUIET: dict[str, Any] = {"telemetry": "off", "console": False}
@@ -299,6 +301,15 @@ def test_a_run_dir_that_cannot_be_written(bench: Bench, tmp_path: Path) -> None:
     message = bench.refused()
     assert "`run_dir` to be writable, but got Not a directory" in message
     assert str(tmp_path / "file" / "run") in message
+
+
+@pytest.mark.parametrize("run", ["night-1", "a/b", "../x", "/etc", "..", "ö \n{x}", "a\0b"])
+def test_a_run_of_any_name_has_one_folder_below_sdcwatch_runs(run: str) -> None:
+    folder = run_dir_of(GuardConfig(), run)
+
+    assert folder.parent == Path("sdcwatch-runs")
+    assert folder.name not in (".", "..", "")
+    assert "\0" not in folder.name
 
 
 def test_fault_domain_and_audits_are_not_asked_of_one_rank(bench: Bench) -> None:

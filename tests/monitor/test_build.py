@@ -163,7 +163,23 @@ def test_without_base_urls_the_links_are_left_out() -> None:
         ("uid_prefix: 'with space'", "`uid_prefix`"),
         ("severities: {SdcwatchBlind: loud}", "the severity of SdcwatchBlind"),
         ("severities: {Nothing: info}", "to name alerts among"),
+        ("scope_labels: [suspect_rank]", "label name other than `run`"),
+        ("scope_labels: [check]", "label name other than `run`"),
+        ("scope_labels: [alertname]", "label name other than `run`"),
+        ("scope_labels: [__name__]", "label name other than `run`"),
+        ("rule_matchers: {le: '1'}", "label name other than `run`"),
+        ("scope_labels: [cluster, cluster]", "`scope_labels` to name each label once"),
+        ("thresholds: {overhead_ratio: .inf}", "`overhead_ratio` > 0"),
+        ("thresholds: {hold: 99999999999d}", "a duration such as 15m"),
+        ("grafana_url: http://a b", "to start with http"),
+        ("datasource: ' '", "`datasource` to be a UID"),
+        ("1: 2\ncolour: red", "fields among"),
+        ("thresholds: {5: 3, speed: 2}", "thresholds among"),
         ("- a list", "to hold a mapping"),
+        ("[]", "to hold a mapping"),
+        ("false", "to hold a mapping"),
+        ("\udcff", "readable YAML"),
+        ("{" * 3000, "readable YAML"),
         ("a: [", "readable YAML"),
     ],
 )
@@ -171,7 +187,7 @@ def test_a_config_that_cannot_work_says_what_was_expected(
     text: str, expected: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "monitor.yaml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
 
     done = _build("--config", str(path), "--out", str(tmp_path / "out"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,6 +184,27 @@ def test_any_alert_that_is_posted_leaves_the_page_alive(server: Receiver, body: 
 def test_json_too_deep_to_read_is_refused(server: Receiver) -> None:
     assert post(f"{server.url}/page", b"[" * 100_000) == 400
     assert "Nothing received yet." in get(server.url)
+
+
+@pytest.mark.parametrize("depth", [20, 40, 800, 3000])
+def test_what_was_taken_is_shown_and_what_is_too_deep_is_not_taken(
+    server: Receiver, depth: int
+) -> None:
+    value: Any = "[" * depth + "]" * depth
+    body = f'{{"alerts": [{{"labels": {{"alertname": {value}}}}}]}}'.encode()
+
+    assert post(server.url, body) == (200 if depth < module.MAX_DEPTH else 400)
+    assert get(server.url).endswith("</html>\n")
+    assert len(json.loads(get(f"{server.url}/notifications"))) == (depth < module.MAX_DEPTH)
+
+
+@pytest.mark.parametrize("length", ["0" * 20 + "9" * 12, "+2", "two", "\u0662", "-1", ""])
+def test_a_length_that_cannot_be_is_refused_unread(server: Receiver, length: str) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as caller:
+        head = f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+        caller.sendall(head.encode())
+        assert b" 413 " in caller.recv(100)
+    assert get(f"{server.url}/-/healthy") == "ok\n"
 
 
 @pytest.mark.parametrize("header", ["Origin", "Sec-Fetch-Site"])
