@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -435,6 +436,28 @@ def test_case_16_the_last_totals_are_right_and_no_row_of_the_host_is_lost(read_b
 def test_case_17_the_axis_of_each_key_is_in_the_file_by_its_exact_name(read_back):
     for key in wandb_rows.HISTORY_KEYS:
         assert read_back.metrics[key] == "sdcwatch/step"
+
+
+def test_no_axis_of_anything_else_is_touched_neither_of_the_host_nor_of_the_system(read_back):
+    """Of the hosts only one defines an axis: "my/step", for all of its keys."""
+    ours = {"sdcwatch/step", *wandb_rows.HISTORY_KEYS}
+    others = {name: axis for name, axis in read_back.metrics.items() if name not in ours}
+
+    assert ours <= set(read_back.metrics)
+    assert set(others.values()) <= {"", "my/step"}
+    assert not any(name.startswith("system") for name in others)
+
+
+def test_the_charts_of_the_documented_workspace_are_logged(faulty_run):
+    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    table = page.partition("A workspace with the key charts")[2].partition("System metrics")[0]
+    charts = set(re.findall(r"`(sdcwatch/\w+)`", table))
+    run = FakeRun()
+    give(WandbSink(run), faulty_run)
+
+    logged = {key for row, _ in run.of("log") for key in row} | set(summary_of(run))
+    assert len(charts) > 15
+    assert charts <= logged
 
 
 def test_summary_alerts_and_tag_reach_the_file(read_back):
