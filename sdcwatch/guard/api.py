@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -118,6 +119,7 @@ class Guard(JoinableGuard):
         self, model: torch.nn.Module, optimizer: Any, **options: Unpack[GuardOptions]
     ) -> None:
         self._closed = self._ending = self._explaining = False
+        self._claim, self._ender, self._ended = threading.Lock(), 0, threading.Event()
         self._pid = os.getpid()
         self._error: BaseException | None = None
         self._asked: tuple[int, GateDecision] | None = None
@@ -340,9 +342,21 @@ class Guard(JoinableGuard):
             raise SdcwatchError(msg)
 
     def _close(self, error: BaseException | None, exit_code: int | None = None) -> None:
-        if self._ending or os.getpid() != self._pid:  # a forked helper ends no run
+        if os.getpid() != self._pid:  # a forked helper ends no run
             return
-        self._ending = True
+        if not self._claim.acquire(blocking=False):
+            # Another thread ends the run, and the process: not before somebody was told.
+            if self._ender != threading.get_ident():
+                self._ended.wait()
+            return
+        self._ending, self._ender = True, threading.get_ident()
+        try:
+            self._end_run(error, exit_code)
+        finally:
+            self._ended.set()
+            atexit.unregister(self._at_exit)
+
+    def _end_run(self, error: BaseException | None, exit_code: int | None) -> None:
         try:
             if error is None:
                 self._settle(closing=True)
@@ -351,7 +365,6 @@ class Guard(JoinableGuard):
             raise
         finally:
             self._closed = True
-            atexit.unregister(self._at_exit)
             self._steps.abandon()
             self._adoption.remove()
             for hooks in self._hooks:

@@ -24,8 +24,12 @@ GRACE_SECONDS = 1.0
 """How long the training thread has to find out by itself why it was told to end."""
 STUCK_SECONDS = 4.0
 """After that long in a collective the thread ends the run in its place."""
-LIMIT_SECONDS = 20.0
-"""After that long the process ends, whatever it still waits for; a launcher kills it after 30."""
+LIMIT_SECONDS = 25.0
+"""After that long the process ends, whatever it still waits for; a launcher kills it after 30.
+
+Whom it waits for is known after at most 9 of them, and the usual scrape comes within 15 more."""
+LAST_SECONDS = 2.0
+"""What an end that has not even begun by then may take."""
 FAILED_SECONDS = 10.0
 """How long after a run has failed the signal says nothing new: its process is ending already."""
 
@@ -47,7 +51,8 @@ class TerminationHandler:
 
     Args:
         busy: Whether the training thread is ending the run already.
-        end: Ends the run from another thread, and returns the exit code.
+        end: Ends the run from another thread, and returns the exit code; at once where another
+            thread is ending it.
 
     Attributes:
         received: The signal came.
@@ -142,11 +147,20 @@ class TerminationHandler:
         self._decided = True
         if not self._busy():
             _thread.interrupt_main(signal.SIGTERM)  # now the handler raises, in that thread
-        while self._installed:
+        ending = False
+        while self._installed or ending:
             waited = time.monotonic() - started
-            if waited > (LIMIT_SECONDS if self._busy() else GRACE_SECONDS + STUCK_SECONDS):
-                os._exit(self._end())
+            stuck = waited > GRACE_SECONDS + STUCK_SECONDS and not self._busy()
+            if not ending and (stuck or waited > LIMIT_SECONDS):
+                ending = True
+                # Apart: this end waits for a scrape too, and no longer than any other.
+                threading.Thread(target=self._exit, name="sdcwatch-end", daemon=True).start()
+            if waited > LIMIT_SECONDS + LAST_SECONDS:
+                self._exit()
             time.sleep(0.05)
+
+    def _exit(self) -> None:
+        os._exit(self._end())
 
     def _forget(self) -> None:
         """In a forked child, whose signals are none of the guard's business."""

@@ -400,6 +400,31 @@ def test_a_closed_guard_says_so_and_closing_it_again_does_nothing(
     backward(bench.model)  # the loop does not need it
 
 
+def test_a_guard_that_another_thread_closes_is_waited_for(
+    guard: sdcwatch.Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, scraped = threading.Event(), threading.Event()
+    close = guard._reporter.close
+
+    def slow() -> None:
+        entered.set()
+        assert scraped.wait(20)
+        close()
+
+    monkeypatch.setattr(guard._reporter, "close", slow)
+    ender = threading.Thread(target=guard.close)
+    ender.start()
+    assert entered.wait(20)
+    second = threading.Thread(target=guard.close)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive(), "the process would end before somebody was told"
+    scraped.set()
+    ender.join(20)
+    second.join(20)
+    assert not second.is_alive()
+
+
 def test_a_closed_guard_leaves_the_training_loop_as_it_was(bench: Bench) -> None:
     before = traces(bench.net, bench.optimizer)
     guard = sdcwatch.init(bench.model, bench.optimizer, **bench.options)
