@@ -255,10 +255,10 @@ def loop_of(name: str) -> Callable[[Harness, Any], nn.Module]:
         from lightning_loop import lightning
 
         return lightning
-    if name == "fabric":
-        from fabric_loop import fabric
+    if name in ("fabric", "fabric, marked methods"):
+        import fabric_loop
 
-        return fabric
+        return fabric_loop.fabric if name == "fabric" else fabric_loop.marked
     if name in ("nanoGPT", "timm"):
         import own_loops
 

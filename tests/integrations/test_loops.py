@@ -17,8 +17,9 @@ from loops import EXPECTED, WORLD, run
 
 pytestmark = pytest.mark.dist
 
-# The last two are other runs by nature: their weights and losses are their own.
-LOOPS = ["plain", "trainer", "lightning", "accelerate", "fabric", "nanoGPT", "timm"]
+# From "fabric, marked methods" on they are other runs by nature: weights and losses are their own.
+FRAMEWORKS = ["plain", "trainer", "lightning", "accelerate", "fabric"]
+LOOPS = [*FRAMEWORKS, "fabric, marked methods", "nanoGPT", "timm"]
 
 
 @pytest.mark.parametrize("name", LOOPS)
