@@ -469,6 +469,11 @@ def launcher_environment() -> LauncherEnvironment:
     )
 
 
+def gloo_interfaces() -> tuple[str, ...]:
+    """The network interfaces that gloo is told to use, in GLOO_SOCKET_IFNAME; () for its choice."""
+    return tuple(name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name)
+
+
 _RELEVANT = re.compile(
     r"(SDCWATCH|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|NCCL|GLOO|TP|CUDA|CUBLAS|CUDNN|NVIDIA|OTEL|WANDB"
     r"|OMP|MKL|KMP|GOMP|DNNL|ONEDNN|OPENBLAS)_|(PYTHONHASHSEED|(LOCAL_)?WORLD_SIZE|SLURM_NTASKS)$"

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from sdcwatch.config import gloo_interfaces
 from sdcwatch.core.waiting import Answer, Finding, Position, Stage, describe, judge_wait
 from sdcwatch.errors import ConfigurationError, Desync, RankGone
 from sdcwatch.guard.arrivals import Arrivals
@@ -394,12 +395,15 @@ class GlooExchange:
 def lazy_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     """A gloo group that connects two ranks when they first talk, and not everybody with everybody.
 
-    A full mesh is W - 1 sockets on every rank, and 8 W² bytes in the store.
+    A full mesh is W - 1 sockets on every rank, and 8 W² bytes in the store. It talks over the
+    interfaces of GLOO_SOCKET_IFNAME, as a group that torch makes does.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = [gloo.create_default_device(lazy_init=True)]
+    options._devices = [
+        gloo.create_device(interface=name, lazy_init=True) for name in gloo_interfaces()
+    ] or [gloo.create_default_device(lazy_init=True)]
     return gloo(store, rank, world_size, options)
 
 
