@@ -13,7 +13,7 @@ import pytest
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-_MAY_SKIP = "gpu"
+_MAY_SKIP = ("gpu", "netns")
 _PACKAGES = Path(__file__).parents[1] / ".ci" / "packages"
 
 
@@ -22,7 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require-all",
         action="store_true",
         default=os.environ.get("CI", "").lower() in ("1", "true"),
-        help="a skipped test is a failure, unless it needs a GPU; on by default where CI=true",
+        help="a skipped test is a failure, unless it needs a GPU or network namespaces; on by "
+        "default where CI=true",
     )
 
 
@@ -45,7 +46,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    required = item.config.getoption("--require-all") and not item.get_closest_marker(_MAY_SKIP)
+    may_skip = any(item.get_closest_marker(mark) for mark in _MAY_SKIP)
+    required = item.config.getoption("--require-all") and not may_skip
     if report.skipped and required and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped, but nothing may be skipped here: {_reason(report)}"

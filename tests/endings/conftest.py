@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ import pytest
 from sdcwatch.core.records import Record, RunFinished
 from sdcwatch.sinks.jsonl import read_records
 from sdcwatch.testing import free_port
+
+from .hosts import Hosts
 
 HERE = Path(__file__).parent
 WORLD = 3
@@ -115,7 +118,14 @@ class Nursery:
 
     def __init__(self) -> None:
         path = os.pathsep.join(sys.path)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        self._folder = tempfile.TemporaryDirectory()
+        self.socket = f"{self._folder.name}/nursery"
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+            "NURSERY": self.socket,
+        }
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "nursery.py")],
             stdin=subprocess.PIPE,
@@ -138,7 +148,6 @@ class Nursery:
     def play(
         self, scenario: str, run_dir: Path, *, how: str = "with", world: int = WORLD, **more: str
     ) -> Play:
-        assert self._process.stdin is not None
         self._count += 1
         port = free_port()
         play = Play(self, run_dir, [f"{self._count}/{rank}" for rank in range(world)])
@@ -155,12 +164,34 @@ class Nursery:
                 "DEADLINE": str(DEADLINE_SECONDS),
                 **more,
             }
-            self._said[name] = queue.Queue()
-            job = {"id": name, "scenario": scenario, "environment": environment}
-            self._process.stdin.write((json.dumps(job) + "\n").encode())
-            self._process.stdin.flush()
+            self._ask(name, "scenarios", scenario, environment)
         play.pids = [self._said[name].get(timeout=60)["pid"] for name in play.names]
         return play
+
+    def launch(self, scenario: str, run_dir: Path, *, port: int) -> tuple[str, int]:
+        """Start torchrun with ranks of `launched.py`; the name of the job and its process."""
+        self._count += 1
+        name = f"{self._count}"
+        arguments = f"--nnodes 1 --nproc-per-node {WORLD} --master-addr 127.0.0.1 "
+        arguments += f"--master-port {free_port()} --no-python "
+        arguments += f"{sys.executable} -S {HERE / 'stub.py'} launched {scenario}"
+        environment = {
+            "RUN_DIR": str(run_dir),
+            "STDERR": str(run_dir / "launcher"),
+            "PORT": str(port),
+            "DEADLINE": "10",
+            "DUMP_AFTER": "250",
+            "WANDB_X_SERVICE_WAIT": "150",
+        }
+        self._ask(name, "torchrun", arguments, environment)
+        return name, self._said[name].get(timeout=60)["pid"]
+
+    def _ask(self, name: str, module: str, scenario: str, environment: dict[str, str]) -> None:
+        assert self._process.stdin is not None
+        self._said[name] = queue.Queue()
+        job = {"id": name, "module": module, "scenario": scenario, "environment": environment}
+        self._process.stdin.write((json.dumps(job) + "\n").encode())
+        self._process.stdin.flush()
 
     def ended(self, name: str, seconds: float) -> tuple[int, float] | None:
         try:
@@ -176,6 +207,7 @@ class Nursery:
         self._listener.join(5)
         assert self._process.stdout is not None
         self._process.stdout.close()
+        self._folder.cleanup()
 
 
 @pytest.fixture(scope="session")
@@ -183,3 +215,17 @@ def nursery() -> Iterator[Nursery]:
     made = Nursery()
     yield made
     made.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Skips only where namespaces cannot be made."""
+    made = Hosts(f"sdcwatch-{os.getpid()}-")
+    try:
+        try:
+            made.make()
+        except OSError as error:  # not root, no iproute2, or a kernel or container without them
+            pytest.skip(f"no network namespaces here: {error}")
+        yield made
+    finally:
+        made.remove()

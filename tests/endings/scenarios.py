@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -201,7 +202,36 @@ def own_handler(me: Rank) -> None:
     """The program handles SIGTERM itself, and stops at the end of a step."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    _until_asked(me, me.guard(), asked)
+
+
+def later_handler(me: Rank) -> None:
+    """The same, set after the guard was made."""
+    asked: list[int] = []
     guard = me.guard()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    _until_asked(me, guard, asked)
+
+
+def chained_handler(me: Rank) -> None:
+    """A handler that was set later calls the one that it found."""
+    guard = me.guard()
+    found = signal.getsignal(signal.SIGTERM)
+    assert callable(found)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        (me.run_dir / f"handled-{me.rank}").touch()
+        found(number, frame)
+
+    signal.signal(signal.SIGTERM, handle)
+    with guard:
+        (me.run_dir / f"steady-{me.rank}").touch()
+        while True:
+            me.step(guard)
+            time.sleep(0.01)
+
+
+def _until_asked(me: Rank, guard: sdcwatch.Guard, asked: list[int]) -> None:
     with guard:
         (me.run_dir / f"steady-{me.rank}").touch()
         while True:
@@ -226,6 +256,24 @@ def _stderr_through_a_pipe() -> None:
     atexit.register(os.dup2, file, 2)
 
 
+def forks_helpers(me: Rank) -> None:
+    """Helpers that the program forks leave as a script does, through atexit, or in an exception."""
+
+    def fork(guard: sdcwatch.Guard) -> None:
+        for leave in (sys.exit, _fail):
+            helper = os.fork()
+            if helper == 0:
+                leave()
+            os.waitpid(helper, 0)
+
+    me.train(fork)
+
+
+def _fail() -> None:
+    msg = "a helper failed"
+    raise OSError(msg)
+
+
 def full_disk(me: Rank) -> None:
     """No file may grow any further, as on a disk that is full."""
     _stderr_through_a_pipe()
@@ -240,6 +288,18 @@ def full_disk(me: Rank) -> None:
 def store_gone(me: Rank) -> None:
     """Rank 0 hosts the store, and is killed."""
     me.train(lambda guard: os.kill(os.getpid(), signal.SIGKILL) if me.rank == 0 else None)
+
+
+def partition(me: Rank) -> None:
+    """The test cuts a host off from the others, which then meet in a save."""
+
+    def save(guard: sdcwatch.Guard) -> None:
+        (me.run_dir / f"steady-{me.rank}").touch()
+        while not (me.run_dir / "cut").exists():
+            time.sleep(0.02)
+        guard.save_checkpoint(lambda: None)
+
+    me.train(save)
 
 
 def save_raises(me: Rank) -> None:

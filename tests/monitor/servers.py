@@ -156,15 +156,18 @@ def _integrations(notify: str, folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def quick_prometheus(target: str, alertmanager: str, folder: Path) -> Iterator[str]:
-    """A real Prometheus that scrapes one target each second under the committed rules; its URL."""
+def quick_prometheus(
+    target: str, alertmanager: str, folder: Path, *more_targets: str
+) -> Iterator[str]:
+    """A real Prometheus that scrapes its targets each second under the committed rules; its URL."""
     address = f"127.0.0.1:{free_port()}"
     managers = [{"static_configs": [{"targets": [alertmanager.removeprefix("http://")]}]}]
+    targets = [target, *more_targets]
     settings = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(RULES)],
         "alerting": {"alertmanagers": managers},
-        "scrape_configs": [{"job_name": "sdcwatch", "static_configs": [{"targets": [target]}]}],
+        "scrape_configs": [{"job_name": "sdcwatch", "static_configs": [{"targets": targets}]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     command = [
