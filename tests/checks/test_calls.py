@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from calls import inputs, odd, outputs, state
+from calls import failing, inputs, odd, outputs, state
 from calls.case import Case, run
 from torch import nn
 
@@ -23,7 +23,7 @@ from sdcwatch.checks.torch_internals import at_end_of_backward, dispatch_modes_o
 from sdcwatch.errors import ConfigurationError
 
 CPU = torch.device("cpu")
-CASES = (*inputs.CASES, *outputs.CASES, *state.CASES, *odd.CASES)
+CASES = (*inputs.CASES, *outputs.CASES, *state.CASES, *odd.CASES, *failing.CASES)
 pytestmark = [
     pytest.mark.usefixtures("world_of_one"),
     pytest.mark.filterwarnings("ignore"),  # of the ways themselves; what is tested is equality

@@ -21,6 +21,7 @@ def changed(pick: random.Random, t: torch.Tensor) -> torch.Tensor:
     ways = (
         lambda: t * pick.uniform(0.5, 2),
         lambda: t.exp() * 0.1,
+        lambda: t.tanh(),
         lambda: t.t().contiguous().t() * 1.3,
         lambda: F.layer_norm(t, t.shape[-1:]),
         lambda: t.softmax(-1),
@@ -73,7 +74,8 @@ def used(seed: int, outs: list[torch.Tensor]) -> torch.Tensor:
             b = b.clone()
             b[:, :3] *= 2.0
         weights = torch.arange(8.0).to(b)
-        loss = loss + (b.mean() if pick.random() < 0.5 else (b.sum(0) * weights).sum())
+        ends = (b.mean, lambda b=b: b.square().sum(), lambda b=b, w=weights: (b.sum(0) * w).sum())
+        loss = loss + pick.choice(ends)()
     return loss
 
 

@@ -43,6 +43,7 @@ class Case:
         reason: Part of the reason in which every audit ends; "" if each repeats bit for bit.
         sometimes: The reason appears on some audits only.
         hooks_run_again: A hook of the user's has effects of its own, also in a replay.
+        raises: Part of the exception in which the first step ends; "" for none.
         refused: The module cannot be captured, and this is said.
     """
 
@@ -54,6 +55,7 @@ class Case:
     reason: str = ""
     sometimes: bool = False
     hooks_run_again: bool = False
+    raises: str = ""
     refused: bool = False
 
     def __str__(self) -> str:
@@ -95,8 +97,46 @@ def bits(value: Any) -> Any:
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
+def told(value: Any) -> Any:
+    """What can be seen of a value: bits, and of a tensor its strides, version and graph."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return bits(value)
+    seen = (value.dtype, tuple(value.shape), value.stride(), value._version)
+    return bits(value), seen, value.requires_grad, value.is_leaf, value.output_nr, graph(value)
+
+
+def graph(tensor: torch.Tensor) -> list[tuple[str, list[tuple[int, int]]]]:
+    """The graph behind a tensor: each node's name, and which it leads to."""
+    if tensor.grad_fn is None:
+        return []
+    nodes, numbers = [tensor.grad_fn], {tensor.grad_fn: 0}
+    described = []
+    for node in nodes:  # grows meanwhile
+        leads = []
+        for following, number in node.next_functions:
+            if following is not None and following not in numbers:
+                numbers[following] = len(nodes)
+                nodes.append(following)
+            leads.append((-1 if following is None else numbers[following], number))
+        described.append((node.name(), leads))
+    return described
+
+
+def one_step(case: Case, env: Env, model: Any, net: nn.Module, step: int) -> list[Any]:
+    """What a step returned, or in which exception it ended."""
+    fails = bool(case.raises) and step == 0
+    try:
+        got = case.loop(env, model, net, step)
+    except Exception as error:
+        if not fails or case.raises not in str(error):
+            raise
+        return [f"{type(error).__name__}: {error}"]
+    assert not fails, f"no exception that says {case.raises!r}"
+    return [told(g) for g in (got if isinstance(got, (list, tuple)) else [got])]
+
+
 def run(case: Case, prepare: Callable[[nn.Module], Any] | None = None) -> list[Any]:
-    """Train for some steps; returns every number that came up, as bits.
+    """Train for some steps; returns every number that came up, as bits, every graph and exception.
 
     Args:
         case: What to train.
@@ -114,9 +154,8 @@ def run(case: Case, prepare: Callable[[nn.Module], Any] | None = None) -> list[A
     trace: list[Any] = []
     for step in range(case.steps):
         env.optimizer.zero_grad()
-        got = case.loop(env, model, net, step)
-        trace += [bits(g) for g in (got if isinstance(got, (list, tuple)) else [got])]
-        trace += [bits(p.grad) for p in parameters]
+        trace += one_step(case, env, model, net, step)
+        trace += [told(p.grad) for p in parameters]
         env.optimizer.step()
     trace += [bits(t) for t in (*parameters, *net.buffers())]
     trace += [bits(torch.get_rng_state()), random.getstate(), repr(np.random.get_state())]

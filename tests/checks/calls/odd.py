@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 import threading
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -191,6 +193,80 @@ class TakesObject(nn.Module):
         return self.inner(holder.x)
 
 
+class Sometimes(nn.Module):
+    """Draws from Python's generator as soon as it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.draws = mlp(), False
+
+    def forward(self, x):
+        return self.inner(x) * (random.random() if self.draws else 1.0)
+
+
+def draws_later(env, model, net, step):
+    net.draws = step > 0
+    return PLAIN(env, model, net, step)
+
+
+def loss_in_the_region(env, model, net, step):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = classify(model)
+    (loss * 128).backward()
+    return loss
+
+
+def curvature(env, model, net, step):
+    """Hutchinson's estimate, as AdaHessian and Sophia-H make it."""
+    parameters = list(net.parameters())
+    with model.no_sync():
+        loss = classify(model)
+        loss.backward(create_graph=True)
+    gradients = [p.grad for p in parameters]
+    signs = [torch.randn_like(g).sign() for g in gradients]
+    products = torch.autograd.grad(gradients, parameters, signs, allow_unused=True)
+    for parameter in parameters:
+        parameter.grad = parameter.grad.detach()
+    return [loss.detach(), sum(p.abs().sum() for p in products if p is not None).detach()]
+
+
+def hooked_nodes(env, model, net, step):
+    """A hook of the user's behind a node of the graph, one over two outputs, one taken off."""
+    seen = []
+    one, other = model(xs()), model(xs())
+    one.grad_fn.register_hook(lambda gi, go: seen.append(len(gi)))
+    torch.autograd.graph.register_multi_grad_hook((one, other), lambda g: seen.append(len(g)))
+    other.register_hook(lambda g: g * 3).remove()
+    loss = ce(one, ys()) + ce(other, ys())
+    loss.backward()
+    return [loss, *seen]
+
+
+def hooked_before_a_node(env, model, net, step):
+    z = model(xs())
+    z.grad_fn.register_prehook(lambda g: (g[0] * 2,))
+    loss = ce(z, ys())
+    loss.backward()
+    return loss
+
+
+def hooked_everywhere(env, model, net, step):
+    """Hooks on every module of the process, and one behind the backward of the model."""
+    called = []
+    everywhere = nn.modules.module
+    handles = [
+        everywhere.register_module_forward_pre_hook(lambda m, a: called.append(type(m).__name__)),
+        everywhere.register_module_forward_hook(lambda m, a, out: out * 1.5),
+        net.register_full_backward_hook(lambda m, gi, go: None),
+    ]
+    loss = classify(model)
+    names = tuple(called)
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return [loss, names]
+
+
 CASES = (
     Case("two roots", lambda e: mlp(), two_roots),
     Case("a gradient given to backward", lambda e: mlp(), given_gradient),
@@ -237,6 +313,26 @@ CASES = (
         one_backend,
         reason="sdpa was",
     ),
+    Case("draws from the second step on", lambda e: Sometimes(), draws_later),
+    Case("autocast, loss in the region", lambda e: mlp(), loss_in_the_region),
+    Case(
+        "an orthogonal weight",
+        lambda e: nn.Sequential(parametrizations.orthogonal(nn.Linear(D, D)), nn.Linear(D, 8)),
+        PLAIN,
+    ),
+    Case(
+        "curvature from a graph of the gradients",
+        lambda e: nn.Sequential(nn.Linear(D, 32), nn.Tanh(), nn.Linear(32, 8)),
+        curvature,
+    ),
+    Case("hooks of the user's on nodes", lambda e: mlp(), hooked_nodes),
+    Case(
+        "a hook of the user's before a node, behind the capture's",
+        lambda e: mlp(),
+        hooked_before_a_node,
+        reason="differs",
+    ),
+    Case("hooks of the user's on every module", lambda e: mlp(), hooked_everywhere),
     Case("another default dtype around the forward", lambda e: mlp(), other_precision),
     Case(
         "an input that does not pickle",

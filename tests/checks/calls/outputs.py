@@ -456,7 +456,16 @@ CASES = (
     Case("returns a list that it keeps", giving(kept_list), from_kept_list),
     Case(
         "numbers and flags beside",
-        giving(lambda s, x, y, h, hidden, z: (z, z.argmax(-1), None, 3, z > 0)),
+        giving(
+            lambda s, x, y, h, hidden, z: (
+                z,
+                z.argmax(-1),
+                None,
+                3,
+                float(z.detach().mean()),
+                z > 0,
+            )
+        ),
         loss_of(lambda m: ce(m(xs())[0], ys())),
     ),
     Case("truncated backpropagation, detach", lambda e: Recurrent(), truncated(False)),
