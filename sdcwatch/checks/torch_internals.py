@@ -387,16 +387,21 @@ def operations_line(own: str) -> tuple[str, int] | None:
     """File and line of the user's code that runs the operation which a dispatch mode of ours sees.
 
     Args:
-        own: Folder of ours. Below its frames at the top, it is the one that makes the call again;
-            what is further out, as the training loop, runs no operation of the call.
+        own: Folder of ours. The first frame from there is the one that makes the call again; what
+            is further out, as the training loop, runs no operation of the call.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(own):
+    # The compiler's frames are between those of the modes where it is loaded.
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
         frame = frame.f_back
-    while frame is not None and not frame.f_code.co_filename.startswith(own):
-        file = frame.f_code.co_filename
-        if not file.startswith(tuple(torch.__path__)) and "site-packages" not in file:
-            return file, frame.f_lineno
+    while frame is not None:
+        code = frame.f_code
+        mode = code.co_name in ("__torch_dispatch__", "__torch_function__")
+        if not mode and code.co_filename.startswith(own):
+            return None
+        theirs = code.co_filename.startswith(tuple(torch.__path__))
+        if not (mode or theirs or "site-packages" in code.co_filename):
+            return code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
 

@@ -481,7 +481,7 @@ def test_an_operation_that_does_not_repeat_is_named_with_what_to_set(net, wobble
     assert found.outcome is TraceOutcome.NONDETERMINISTIC
     assert found.where == "sdcwatch_test::wobble in n"
     assert found.advice.startswith("Ask the authors of sdcwatch_test::wobble")
-    assert str(found).startswith("nondeterministic: sdcwatch_test::wobble in n; ")
+    assert str(found).startswith("nondeterministic: sdcwatch_test::wobble in n (`yield lambda z: ")
     trace = repeated_trace(replayer, micro_batch)
     assert judged(trace, trace).outcome is TraceOutcome.NONDETERMINISTIC
     assert judged(trace, trace).rank is None
