@@ -53,6 +53,7 @@ from sdcwatch.checks.replaying import replay_in_progress
 from sdcwatch.checks.serialise import NotTransportable, tensors_in
 
 _OWN = (str(Path(__file__).parent),)
+_NOT_STOPPABLE = "in compiled code a collective cannot be stopped, and preflight has not looked yet"
 _JUDGED_BY_SELF_AUDIT = frozenset(
     ("saved_tensor_hooks",)
 )  # moving to the CPU is exact, casting is not
@@ -283,6 +284,8 @@ class _Run:
             # Under a mode compiled code would be compiled once more.
             options, eager = self._options, not capture.compiled
             forbid = options.forbid_collectives and (eager or not options.where_eager)
+            if forbid and not eager:
+                return ReplayResult(not_run=_NOT_STOPPABLE)
             if (options.watch or forbid) and eager:
                 stack.enter_context(internals.GeneratorsKept())
             if forbid:

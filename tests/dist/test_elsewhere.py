@@ -27,6 +27,7 @@ from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
 from training import QUIET
+
 pytestmark = pytest.mark.dist
 
 SAID = ("not_run: ", "void: ", "off: ", "differs: ")  # and never a suspect or a mismatch
@@ -172,6 +173,10 @@ def attention(model: Any, net: nn.Module, odd: bool) -> None:
     outputs.square().mean().backward()
 
 
+def attention_everywhere(model: Any, net: nn.Module, odd: bool) -> None:
+    attention(model, net, True)
+
+
 class NormLast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -248,6 +253,7 @@ CASES = (
     Case("mkldnn off", mkldnn, convolutions, "mkldnn"),
     Case("mkldnn off in the forward, everywhere", mkldnn_everywhere, convolutions, "mkldnn"),
     Case("an attention kernel", attention, Attention, "sdpa"),
+    Case("an attention kernel, everywhere", attention_everywhere, Attention, "sdpa"),
     Case("an expanded gradient", expanded_gradient, NormLast),
     Case("a sliced input", sliced_input, lambda: nn.Sequential(nn.BatchNorm1d(16), mlp())),
     Case("the rank in the forward", as_it_is, OfTheRank, "not the same function on every rank"),
@@ -277,7 +283,9 @@ def trained(rank: int, group: Any, number: int, run_dir: str) -> dict[str, Any]:
         "said": [f"{v.outcome.value}: {v.reason}" for v in verdicts],
         "suspects": [s.rank for v in verdicts for s in v.suspects],
         "preflight": [
-            f"{p.coverage.value}: {p.reason}" for p in memory.records if isinstance(p, PreflightDone)
+            f"{p.coverage.value}: {p.reason}"
+            for p in memory.records
+            if isinstance(p, PreflightDone)
         ],
         "comparisons": sum(p.comparisons for p in memory.records if isinstance(p, Progress)),
     }
