@@ -114,7 +114,7 @@ def body(
 def _tiles(values: list[tuple[str, str, str]], box: Box) -> str:
     parts = []
     for name, word, shade in values:
-        size = min(34, 1.35 * box.width / len(values) / max(4, len(word)))
+        size = min(34, 1.25 * box.width / len(values) / max(4, len(word)))
         label = f"<span>{escape(name)}</span>" if name else ""
         parts.append(
             f'<div class="value" style="background:{shade};font-size:{size:.0f}px">'
@@ -165,8 +165,12 @@ def _table(panel: dict[str, Any], results: Results) -> str:
     order = sorted(organize["indexByName"], key=organize["indexByName"].get)
     names = {source: organize["renameByName"].get(source, source) for source in order}
     head = "".join(f"<th>{escape(names[s])}</th>" for s in order)
+    shown = list(rows.values())
+    for sorting in (t["options"]["sort"] for t in panel["transformations"] if t["id"] == "sortBy"):
+        source = next(key for key, name in names.items() if name == sorting[0]["field"])
+        shown.sort(key=lambda row: float(row.get(source) or 0), reverse=sorting[0]["desc"])
     lines = []
-    for row in rows.values():
+    for row in shown:
         cells = "".join(_cell(panel, names[s], row.get(s, "")) for s in order)
         lines.append(f"<tr>{cells}</tr>")
     return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
@@ -207,12 +211,14 @@ def _names(results: Results) -> list[tuple[str, list[tuple[float, float]]]]:
     ]
 
 
-def _axis(box: Box, span: tuple[float, float], left: float, bottom: float) -> str:
+def _axis(
+    box: Box, span: tuple[float, float], left: float, bottom: float, edge: float = 12.0
+) -> str:
     ticks = max(2, int(box.width // 190))
     parts = []
     for i in range(ticks + 1):
         at = span[0] + (span[1] - span[0]) * i / ticks
-        x = left + (box.width - left - 12) * i / ticks
+        x = left + (box.width - left - edge) * i / ticks
         anchor = "start" if i == 0 else ("end" if i == ticks else "middle")
         parts.append(
             f'<text x="{x:.0f}" y="{bottom + 14}" text-anchor="{anchor}">{clock(at)}</text>'
@@ -233,22 +239,29 @@ def _series(
     bars = panel["fieldConfig"]["defaults"]["custom"]["drawStyle"] == "bars"
     left, top, bottom = 52.0, 4.0, box.height - 22 - 38
     defaults = panel["fieldConfig"]["defaults"]
-    tops = {
+    highs = {
         side: _top([p for n, p in series if (n in right) == side], bars) for side in (False, True)
     }
+    whole = defaults.get("decimals") == 0
+    ticks = {side: _ticks(high, whole) for side, high in highs.items()}
+    tops = {side: at[-1] * 1.04 for side, at in ticks.items()}
+    edge = 48.0 if right else 12.0
     shades = {
         n: overridden(panel, n).get("color", {}).get("fixedColor") or SERIES[i % len(SERIES)]
         for i, (n, _) in enumerate(series)
     }
     base: dict[float, float] = {}
     parts = []
-    for i in range(4):
-        y = bottom - (bottom - top) * i / 3
-        shown = text(tops[False] * i / 3, defaults["unit"], None)
-        parts.append(f'<line x1="{left}" x2="{box.width - 12}" y1="{y:.0f}" y2="{y:.0f}" '
+    for value in ticks[False]:
+        y = bottom - (bottom - top) * value / tops[False]
+        shown = text(value, defaults["unit"], defaults.get("decimals"))
+        parts.append(f'<line x1="{left}" x2="{box.width - edge}" y1="{y:.0f}" y2="{y:.0f}" '
                      f'stroke="#26292e"/><text x="{left - 6}" y="{y + 4:.0f}" '
                      f'text-anchor="end">{shown}</text>')  # fmt: skip
-    scale = (box.width - left - 12) / (span[1] - span[0])
+    for value in ticks[True] if right else ():
+        y = bottom - (bottom - top) * value / tops[True]
+        parts.append(f'<text x="{box.width - edge + 6}" y="{y + 4:.0f}">{value:.0f}</text>')
+    scale = (box.width - left - edge) / (span[1] - span[0])
     for mark in marks:
         x = left + (mark - span[0]) * scale
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" '
@@ -268,10 +281,10 @@ def _series(
     if defaults["custom"].get("thresholdsStyle", {}).get("mode") == "dashed":
         for step in defaults["thresholds"]["steps"][1:]:
             y = bottom - (bottom - top) * min(1, step["value"] / tops[False])
-            parts.append(f'<line x1="{left}" x2="{box.width - 12}" y1="{y:.0f}" y2="{y:.0f}" '
+            parts.append(f'<line x1="{left}" x2="{box.width - edge}" y1="{y:.0f}" y2="{y:.0f}" '
                          f'stroke="{step["color"]}" stroke-dasharray="6 4"/>')  # fmt: skip
-    parts.append(_axis(box, span, left, bottom))
-    return _svg(parts, box) + _legend(shades)
+    parts.append(_axis(box, span, left, bottom, edge))
+    return _svg(parts, box) + _legend(shades, box)
 
 
 def _bars(
@@ -302,12 +315,22 @@ def _top(series: list[list[tuple[float, float]]], bars: bool) -> float:
         for at, value in points:
             if math.isfinite(value):
                 totals[at] = totals.get(at, 0) + value if bars else max(totals.get(at, 0), value)
-    return max(totals.values(), default=0) * 1.08 or 1.0
+    return max(totals.values(), default=0) or 1.0
 
 
-def _legend(shades: dict[str, str]) -> str:
+def _ticks(high: float, whole: bool) -> list[float]:
+    """Values that an axis names, from 0 to at least `high`; whole numbers for what is counted."""
+    if not whole:
+        return [high * 1.04 * i / 3 for i in range(4)]
+    step = math.ceil(high / 3)
+    return [float(step * i) for i in range(math.ceil(high / step) + 1)]
+
+
+def _legend(shades: dict[str, str], box: Box) -> str:
     items = "".join(f'<i style="background:{c}"></i>{escape(n)}' for n, c in shades.items())
-    return f'<div class="legend">{items}</div>'
+    wide = sum(24 + 6.2 * len(name) for name in shades)
+    size = min(11.0, 11.0 * (box.width - 16) / max(1.0, wide))  # as small as it takes to be whole
+    return f'<div class="legend" style="font-size:{size:.1f}px">{items}</div>'
 
 
 def _svg(parts: list[str], box: Box) -> str:

@@ -110,7 +110,8 @@ def _first_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
         )),
         (8, 3, stat_panel(
             "Highest overhead",
-            "The largest share of step time that any live run spends in its guard.",
+            "The largest share of step time that any live run spends in its guard now; the table "
+            "says it since the start.",
             Query(f"max({run_queries.overhead_ratio(scope, RATE)})", kind="instant"),
             show=Show(
                 unit="percentunit", decimals=1, steps=shares(limits.overhead_ratio),
