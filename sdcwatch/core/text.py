@@ -167,6 +167,9 @@ def _device(suspect: Suspect) -> str:
 def _hang_line(hang: Hang) -> Line:
     notes = [f"rank {rank} {text}" if rank.isdigit() else text for rank, text in hang.left.items()]
     words = f"{list_ranks(hang.absent)} absent at {hang.operation}"
+    if not hang.absent and "store" in hang.left:  # through which the others would be asked
+        words = f"neither the store nor, through it, any rank can be reached at {hang.operation}"
+        notes = [f"waited {hang.waited_seconds:.0f} s", f"the store: {hang.left['store']}"]
     return Line(hang.step, words, "; ".join(notes), "✗", Role.BROKEN)
 
 

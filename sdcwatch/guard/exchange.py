@@ -358,7 +358,10 @@ class GlooExchange:
             LOG.warning("%s takes long (%.0f s): %s", operation, waited, describe(finding))
 
     def _gone(self, finding: Finding, operation: str, waited: float, problem: str) -> None:
-        if self.on_absent is not None and (finding.elected or self.rank == 0):
+        # Without the store nobody can be elected: each says it.
+        if self.on_absent is not None and (
+            finding.elected or self.rank == 0 or finding.store_error
+        ):
             self.on_absent(finding, operation, waited)
         said = [describe(finding), f"waited {waited:.1f} s"]
         if problem:
@@ -374,7 +377,13 @@ class GlooExchange:
 
     def anyone_joined(self) -> bool:
         """See `Exchange.anyone_joined`."""
-        return bool(self._store.check(["joined"]))
+        began = time.monotonic()
+        # A store on a host that was cut off never answers, and this thread is the training thread.
+        joined, problem = bounded(lambda: self._store.check(["joined"]), self._deadline)
+        if problem:
+            operation = "asking the store who has run out of inputs"
+            self._gone(Finding(store_error=problem), operation, time.monotonic() - began, "")
+        return bool(joined)
 
     def all_joined(self) -> None:
         """See `Exchange.all_joined`."""

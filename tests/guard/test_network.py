@@ -1,14 +1,17 @@
-"""The guard's own gloo group talks over the network that gloo is told to use."""
+"""The network of the guard: gloo uses what it is told to, and no store is waited for long."""
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from sdcwatch.config import gloo_interfaces
-from sdcwatch.guard.exchange import lazy_group
+from sdcwatch.core.waiting import Finding
+from sdcwatch.errors import RankGone
+from sdcwatch.guard.exchange import GlooExchange, lazy_group
 
 
 def test_the_interfaces_of_the_environment_are_taken_as_torch_takes_them(
@@ -32,3 +35,21 @@ def test_the_group_is_made_on_the_interface_that_gloo_is_told_to_use(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent7")
     with pytest.raises(RuntimeError, match="absent7"):
         make()
+
+
+def test_a_store_that_never_answers_ends_the_question_who_has_joined_by_the_deadline() -> None:
+    never = threading.Event()
+
+    class CutOff:
+        def check(self, keys: list[str]) -> bool:
+            return never.wait(60.0)
+
+    told: list[Finding] = []
+    exchange = object.__new__(GlooExchange)
+    exchange.rank = 1
+    exchange._store, exchange._deadline = CutOff(), 0.2
+    exchange.on_absent = lambda finding, operation, waited: told.append(finding)
+    with pytest.raises(RankGone, match="the store is gone too"):
+        exchange.anyone_joined()
+    never.set()
+    assert [finding.store_error for finding in told] == ["did not answer"]
