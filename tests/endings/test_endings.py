@@ -7,7 +7,7 @@ all of them ten times.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,7 @@ class Story:
     late: float = 0.0
 
 
+ONLY_RANK_0_SAVES = Story((EXIT_DESYNC,) * 3, "failed", "Desync")
 STORIES = {
     "finished": Story((0, 0, 0), "finished", "the run ended", ("with", "close", "neither")),
     "finding": Story(
@@ -56,12 +57,12 @@ STORIES = {
     ),
     "software_finding": Story((EXIT_SOFTWARE,) * 3, "failed", "SoftwareDivergence"),
     "rank_killed": Story((EXIT_RANK_GONE, -signal.SIGKILL, EXIT_RANK_GONE), "failed", "RankGone"),
-    "only_rank_0_saves": Story((EXIT_DESYNC,) * 3, "failed", "Desync"),
-    "only_rank_0_saves_with_buffers": Story((EXIT_DESYNC,) * 3, "failed", "Desync"),
+    "only_rank_0_saves_with_buffers": ONLY_RANK_0_SAVES,
     "exception": Story((EXIT_RANK_GONE, 1, EXIT_RANK_GONE), "failed", "RankGone"),
     "late_and_waited_for": Story((0, 0, 0), "finished", "the run ended", late=8.0),
     "save_raises": Story((1, 1, 1), "failed", "CheckpointError"),
     "second_init": Story((0, 0, 0), "finished", "the run ended"),
+    "forks_helpers": Story((0, 0, 0), "finished", "the run ended", ("with", "close")),
     "full_disk": Story(
         (0, 0, 0), "", "events.jsonl and summary.json could not be written to the end"
     ),
@@ -98,7 +99,7 @@ def test_every_process_ends_in_time_and_every_place_says_the_same(
     check(nursery.play(scenario, tmp_path, how=how).end(), STORIES[scenario])
 
 
-def test_a_rank_that_is_late_for_too_long_is_named_with_what_it_does(
+def test_rankgone_exit_a_rank_that_is_late_for_too_long_is_named_with_what_it_does(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     ended = nursery.play("alive_and_late", tmp_path).end(kill_after=(1,))
@@ -108,11 +109,18 @@ def test_a_rank_that_is_late_for_too_long_is_named_with_what_it_does(
     assert "is alive, after the" in hangs[0].left["1"]
 
 
-def test_a_question_about_rank_0_is_asked_where_it_alone_saves(
-    nursery: Nursery, tmp_path: Path
+@pytest.mark.parametrize(
+    ("how", "other"),
+    # Without `with`, what DDP raised where its peer left is what the interpreter ends with.
+    [("with", EXIT_DESYNC), ("close", {EXIT_DESYNC, 1})],
+    ids=["m10_hang_at_exit", "ck_rank0"],
+)
+def test_where_rank_0_alone_saves_every_process_ends_with_a_question_about_that(
+    nursery: Nursery, tmp_path: Path, how: str, other: object
 ) -> None:
-    ended = nursery.play("only_rank_0_saves", tmp_path).end()
-    assert all("`if rank == 0`" in text for text in ended.stderr[:1])
+    ended = nursery.play("only_rank_0_saves", tmp_path, how=how).end()
+    check(ended, replace(ONLY_RANK_0_SAVES, codes=(EXIT_DESYNC, other, other)))
+    assert "`if rank == 0`" in ended.stderr[0]
 
 
 def test_the_end_of_the_rank_that_hosts_the_store_is_told_as_such(
@@ -128,6 +136,8 @@ def test_the_end_of_the_rank_that_hosts_the_store_is_told_as_such(
         ("sigterm", signal.SIGTERM, {TERMINATED, EXIT_RANK_GONE}),
         ("sigint", signal.SIGINT, {INTERRUPTED, EXIT_RANK_GONE}),
         ("own_handler", signal.SIGTERM, {0}),
+        ("later_handler", signal.SIGTERM, {0}),
+        ("chained_handler", signal.SIGTERM, {TERMINATED, EXIT_RANK_GONE}),
     ],
 )
 def test_a_signal_ends_the_run_with_a_last_record_unless_the_program_handles_it(
