@@ -312,6 +312,9 @@ class GlooPool:
 
 def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
+    # What was imported before the fork stays shared: a collection would go through all of it, and
+    # copy its pages, in every process.
+    gc.freeze()
     group = _exchange.join_world(
         rank, world_size, f"tcp://127.0.0.1:{port}", timedelta(seconds=120)
     )
