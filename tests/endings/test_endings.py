@@ -21,6 +21,7 @@ from sdcwatch.errors import (
 )
 
 from .conftest import DEADLINE_SECONDS, MARGIN_SECONDS, SLACK, Ended, Nursery
+from .hosts import Hosts
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -121,6 +122,22 @@ def test_where_rank_0_alone_saves_every_process_ends_with_a_question_about_that(
     ended = nursery.play("only_rank_0_saves", tmp_path, how=how).end()
     check(ended, replace(ONLY_RANK_0_SAVES, codes=(EXIT_DESYNC, other, other)))
     assert "`if rank == 0`" in ended.stderr[0]
+
+
+@pytest.mark.netns
+def test_partition_a_host_that_is_cut_off_and_those_that_wait_for_it_end_and_say_so(
+    nursery: Nursery, tmp_path: Path, hosts: Hosts
+) -> None:
+    play = nursery.play("partition", tmp_path, **hosts.environment)
+    play.wait_for_files("steady-*", 3)
+    hosts.cut(1)
+    for name in ("happened", "cut"):
+        (tmp_path / name).touch()
+    ended = play.end()
+    check(ended, Story((EXIT_RANK_GONE,) * 3, "failed", "RankGone"))
+    assert {hang.absent for hang in ended.of(Hang) if hang.reporter != 1} == {(1,)}
+    assert "neither the store nor, through it, any rank can be reached" in ended.stderr[1]
+    assert "waited 3 s; the store: did not answer" in ended.stderr[1]
 
 
 def test_the_end_of_the_rank_that_hosts_the_store_is_told_as_such(
