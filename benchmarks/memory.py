@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/memory.py [--accumulate 1,4,16] [--steps 2]
 
 Two ranks on the CPU, Linux. The peak is that of the process (VmHWM, reset before the steps that
-count) above what it held before them, on rank 0, in MiB; tensors are large enough to go back to the
-system when they are freed. "same" is a second plain DDP. A micro-batch brings 4 MiB of inputs and,
+count) above what it held before them, on rank 0, in MiB; glibc is told to give every tensor back to
+the system when it is freed. "same" is a second plain DDP. A micro-batch brings 4 MiB of inputs and,
 where the loss stands outside of the module, gets 4 MiB of gradients at its outputs; those are what
 `max_payload_mb` bounds. A row with a limit below one micro-batch shows the bound.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def peak(rank: int, group: Any, variant: str, accumulate: int, inside: bool, ste
 
     for _ in range(2):  # preflight is in the first
         step()
+    optimizer.zero_grad()
     gc.collect()
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -97,6 +99,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     arguments = parser.parse_args()
     counts = [int(count) for count in arguments.accumulate.split(",")]
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 << 10)  # fixed: it grows by itself otherwise
     print("MiB above what was held before the step, for micro-batches a step: " + str(counts))
     with contextlib.closing(GlooPool(2, timeout_seconds=1200)) as pool:
         for inside in (False, True):

@@ -106,8 +106,9 @@ class StepWindow:
         return True
 
     def forget(self) -> None:
-        """Let go of what was copied for an audit."""
+        """Let go of what was kept for checks 1 and 2: inputs and gradients of every micro-batch."""
         self.backward = self.chosen = None
+        self.earlier = Kept((), self.earlier.dropped)
 
     def micro_batches(self) -> list[MicroBatch]:
         """Every micro-batch of the step that was kept, in order. Copies those of plain steps."""

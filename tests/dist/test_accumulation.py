@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,30 @@ def test_a_device_that_is_wrong_in_three_of_four_micro_batches_is_found(
         assert row["named"] == [BROKEN]
         found = {at for at, outcome in row["verdicts"] if outcome == "suspect"}
         assert found == {at for at, k in row["audited"].items() if at >= BROKEN_FROM and k != 3}
+
+
+def inputs_alive(rank: int, group: Any, run_dir: str) -> list[int]:
+    """How many inputs of earlier micro-batches are alive behind each backward of a step."""
+    model = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    alive = []
+    options = {"audit_every": 2, "telemetry": "off", "console": False, "run_dir": run_dir}
+    with sdcwatch.init(model, optimizer, node=f"n{rank}", **options):
+        for _ in range(3):
+            optimizer.zero_grad()
+            inputs = []
+            for micro in range(3):
+                x = torch.ones(5, 4)
+                inputs.append(weakref.ref(x))
+                with contextlib.nullcontext() if micro == 2 else model.no_sync():
+                    model(x).sum().backward()
+                del x
+            alive.append(sum(ref() is not None for ref in inputs))
+            optimizer.step()
+    return alive
+
+
+def test_micro_batches_are_kept_until_the_checks_of_their_step_are_done_and_no_longer(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    assert pool.run(inputs_alive, 2, str(tmp_path)) == [[0, 0, 0]] * 2
