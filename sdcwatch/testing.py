@@ -320,7 +320,6 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     )
     connection.send("ready")
     modules: dict[str, ModuleType] = {}
-    gc.freeze()  # what is there now stays, so that collecting is cheap
     while True:
         try:
             job = connection.recv()

@@ -443,9 +443,8 @@ def live_grad_scalers() -> list[Any]:
     """Every enabled `torch.amp.GradScaler` of this process that has scaled a loss.
 
     Relies on: a scaler makes its scale, `_scale`, at its first `scale()`. Nothing registers
-    scalers, so the garbage collector is asked, after what is garbage already has gone: seldom.
+    scalers, so the garbage collector is asked: seldom.
     """
-    gc.collect()
     found: list[Any] = [
         thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)
     ]

@@ -7,6 +7,7 @@ was multiplied; but a scaler steps the optimizers whose gradients it scales, and
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -57,4 +58,5 @@ class LossScale:
         if self._known:
             found = (None if ref is None else ref() for ref in self._known.values())
             return [scaler for scaler in found if scaler is not None]
+        gc.collect()  # a scaler of a loop that is over explains nothing
         return live_grad_scalers()
