@@ -149,8 +149,10 @@ def test_ranks_that_hang_in_a_collective_of_ddp_leave_with_a_code_if_told_to(
 ) -> None:
     ended = play(scenario, tmp_path, wait_for=OTHERS)
     assert ended.codes == [EXIT_HANG, None, EXIT_HANG]
-    assert {absent for _, absent in hangs(ended)} == {(VICTIM,)}
-    assert says in ended.of(Hang)[0].left.get(str(VICTIM), "")
+    # The first look may come while the last sign of life is young: then nobody is absent yet.
+    named = [h for h in ended.of(Hang) if h.absent]
+    assert {tuple(h.absent) for h in named} == {(VICTIM,)}
+    assert says in named[0].left.get(str(VICTIM), "")
     assert ended.seconds < 5 * BUDGET_SECONDS
 
 

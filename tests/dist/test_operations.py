@@ -161,9 +161,11 @@ def test_preflight_names_the_operation_that_does_not_repeat_and_says_what_to_wri
     results = pool.run(counting, 3, str(tmp_path))
     (done,) = of(results[0], PreflightDone)
     assert done.coverage is Coverage.OFF
-    said = "aten::add: each repeat gets there in another way or with other inputs. Let the forward"
-    assert said in done.reason
-    assert any(said in note for note in done.notes)
+    said = "): each repeat gets there in another way or with other inputs. Let the forward"
+    for text in (done.reason, " ".join(done.notes)):
+        assert "aten::add (`" in text, "the user's own line"
+        assert f"{__file__}:" in text
+        assert said in text
     assert verdicts(results[0]) == []
 
 

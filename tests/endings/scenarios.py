@@ -257,7 +257,11 @@ def _stderr_through_a_pipe() -> None:
 
 
 def forks_helpers(me: Rank) -> None:
-    """Helpers that the program forks leave as a script does, through atexit, or in an exception."""
+    """Helpers that the program forks leave as a script does, through atexit, or in an exception.
+
+    But for the last step: destructors of torch's gloo groups wait for threads that a fork lacks.
+    """
+    program = os.getpid()
 
     def fork(guard: sdcwatch.Guard) -> None:
         for leave in (sys.exit, _fail):
@@ -266,7 +270,12 @@ def forks_helpers(me: Rank) -> None:
                 leave()
             os.waitpid(helper, 0)
 
-    me.train(fork)
+    try:
+        me.train(fork)
+    finally:
+        if os.getpid() != program:
+            atexit._run_exitfuncs()
+            os._exit(0)
 
 
 def _fail() -> None:
