@@ -269,7 +269,7 @@ def test_case_5_a_child_forked_during_an_export_exits(
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     assert code == 0
-    assert time.monotonic() - began < 5 * 0.2
+    assert time.monotonic() - began < 10, "it waited for a lock that nobody holds any more"
 
 
 def test_a_resource_names_the_process_that_exports():
