@@ -48,7 +48,7 @@ def main(happens: Callable[[Rank], None]) -> None:
     telemetry = TelemetryConfig(
         prometheus_port=int(os.environ["PORT"]),
         otlp=False,
-        close_seconds=10.0,  # W&B has a process of its own; here five of them share two cores
+        close_seconds=20.0,  # W&B has a process of its own; here five of them share two cores
         wandb_init={"mode": "offline", "dir": str(me.run_dir)},
     )
     now, happened = me.run_dir / "now", False
