@@ -539,8 +539,7 @@ class CallCapture:
         )
         if not audited:
             return backward
-        digests = [r.digests_of_weights for r in arrivals if r.digests_of_weights is not None]
-        digests.append(self.replicas.digests())
+        weights, moved = self.replicas.compared(arrivals)
         roots = [root for one in running for root in one.roots]
         graphs = find_call_graphs(roots, arrivals, self._key, self._leaves)
         names = {node: self.named[number][0] for node, number in self._leaves.items()}
@@ -550,8 +549,8 @@ class CallCapture:
             gradients=self.replicas.rows(gradient_table(window, arrivals, self.device)),
             doors=find_side_doors(roots, graphs, names),
             roots_known=bool(roots),
-            weights=torch.stack([self.replicas.fingerprint(d) for d in digests]),
-            moved=functools.partial(self.replicas.moved, digests),
+            weights=weights,
+            moved=moved,
             communicated=any(record.communicated for record in arrivals),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,14 +114,27 @@ class Replicas:
         """Of all of them, now or by their digests, int64 (2,), on the device; does not wait."""
         return combine(self.digests() if digests_n2 is None else digests_n2, self._salts)
 
-    def moved(self, digests: Sequence[Tensor]) -> tuple[str, ...]:
-        """Names of those whose digests are not the same all along; waits for the device."""
-        differ = [(d != digests[0]).any(dim=1) for d in digests[1:]]
-        return tuple(
-            name
-            for number, name in enumerate(self._names)
-            if any(bool(rows[number]) for rows in differ)
-        )
+    def compared(
+        self, records: Iterable[CallRecord]
+    ) -> tuple[Tensor, Callable[[], tuple[str, ...]]]:
+        """Fingerprints at each call and now, int64 (c + 1, 2), and what names those that differ.
+
+        Does not wait for the device; asking for the names does.
+        """
+        digests, fingerprints = [], []
+        for record in records:
+            if record.weights is not None and record.digests_of_weights is not None:
+                fingerprints.append(record.weights)
+                digests.append(record.digests_of_weights)
+        digests.append(self.digests())
+        fingerprints.append(self.fingerprint(digests[-1]))
+        return torch.stack(fingerprints), functools.partial(self._moved, digests)
+
+    def _moved(self, digests: Sequence[Tensor]) -> tuple[str, ...]:
+        """Names of those whose digests are not the same all along."""
+        every = torch.stack(tuple(digests))
+        differs = (every != every[:1]).any(dim=2).any(dim=0).tolist()
+        return tuple(name for name, other in zip(self._names, differs, strict=True) if other)
 
     def rows(self, table_N2: Tensor) -> Tensor:
         """Their rows of a table of all parameters."""

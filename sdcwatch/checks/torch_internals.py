@@ -365,22 +365,11 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _said(self, func: Any) -> str:
         """The operation, and the innermost line of the user's code that led to it."""
         name = str(func._schema.name).split("::")[-1].strip("_")
-        frame = _users_frame(sys._getframe(), self._own)
-        if frame is None:
+        found = _users_line(self._own, beyond=True)
+        if found is None:
             return name
-        line = source_line(frame.f_code.co_filename, frame.f_lineno)
+        line = source_line(*found)
         return f"{name} in {line}" if line.startswith("`") else f"{name}, {line}"
-
-
-def _users_frame(frame: FrameType | None, own: tuple[str, ...]) -> FrameType | None:
-    """The innermost frame that is neither ours nor torch's nor a package's."""
-    passed = (*own, __file__, *torch.__path__)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(passed) and "site-packages" not in file:
-            return frame
-        frame = frame.f_back
-    return None
 
 
 def operations_line(own: str) -> tuple[str, int] | None:
@@ -390,18 +379,28 @@ def operations_line(own: str) -> tuple[str, int] | None:
         own: Folder of ours. The first frame from there is the one that makes the call again; what
             is further out, as the training loop, runs no operation of the call.
     """
+    return _users_line((own,), beyond=False)
+
+
+def _users_line(own: tuple[str, ...], *, beyond: bool) -> tuple[str, int] | None:
+    """Of the innermost frame that is not ours, torch's or a package's.
+
+    Args:
+        own: Folders of ours.
+        beyond: Look further out than our own frames, too; else our modes alone are passed.
+    """
+    passed = (*own, __file__, *torch.__path__)
     frame: FrameType | None = sys._getframe(1)
     # The compiler's frames are between those of the modes where it is loaded.
     while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
         frame = frame.f_back
     while frame is not None:
-        code = frame.f_code
-        mode = code.co_name in ("__torch_dispatch__", "__torch_function__")
-        if not mode and code.co_filename.startswith(own):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        mode = not beyond and name in ("__torch_dispatch__", "__torch_function__")
+        if not (beyond or mode) and file.startswith(own):
             return None
-        theirs = code.co_filename.startswith(tuple(torch.__path__))
-        if not (mode or theirs or "site-packages" in code.co_filename):
-            return code.co_filename, frame.f_lineno
+        if not (mode or file.startswith(passed) or "site-packages" in file):
+            return file, frame.f_lineno
         frame = frame.f_back
     return None
 

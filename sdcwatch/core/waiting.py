@@ -120,6 +120,10 @@ class Finding:
         """Ranks that will not come."""
         return tuple(sorted({*self.left, *self.silent}))
 
+    def is_told_by(self, rank: int) -> bool:
+        """Whether this rank reports it. Without the store nobody can be elected: each does."""
+        return self.elected or rank == 0 or bool(self.store_error)
+
     def encode(self) -> str:
         """As it travels."""
         return json.dumps({**asdict(self), "notes": {str(r): t for r, t in self.notes.items()}})

@@ -358,10 +358,7 @@ class GlooExchange:
             LOG.warning("%s takes long (%.0f s): %s", operation, waited, describe(finding))
 
     def _gone(self, finding: Finding, operation: str, waited: float, problem: str) -> None:
-        # Without the store nobody can be elected: each says it.
-        if self.on_absent is not None and (
-            finding.elected or self.rank == 0 or finding.store_error
-        ):
+        if self.on_absent is not None and finding.is_told_by(self.rank):
             self.on_absent(finding, operation, waited)
         said = [describe(finding), f"waited {waited:.1f} s"]
         if problem:

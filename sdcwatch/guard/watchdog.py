@@ -460,7 +460,7 @@ class Watchdog:
         if not finding.absent and not finding.store_error:
             return None
         hang = self.record(finding, _backward(self._step if step is None else step), since)
-        if self._liveness.rank == 0 or finding.elected or finding.store_error:
+        if finding.is_told_by(self._liveness.rank):
             self._report(hang)
         return RankGone(finding.absent, describe(finding), hang.operation)
 
@@ -492,7 +492,7 @@ class Watchdog:
         self._reported = step
         hang = self.record(finding, _backward(step), since)
         try:
-            if self._liveness.rank == 0 or finding.elected or finding.store_error:
+            if finding.is_told_by(self._liveness.rank):
                 self._report(hang)
         finally:
             if self._leave and (finding.gone or finding.store_error):
