@@ -346,16 +346,27 @@ def _threads() -> int:
     return 0
 
 
+def load_file(path: str | os.PathLike[str], name: str) -> ModuleType:
+    """Run a Python file that is part of no package, as a module of this name.
+
+    Raises:
+        ImportError: There is no such Python file.
+    """
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        msg = f"Expected the path of a Python file, but got {str(path)!r}. Pass one that exists."
+        raise ImportError(msg)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def _load(modules: dict[str, ModuleType], path: str, name: str) -> Callable[..., Any]:
     if path not in modules:
         # The same name in every process, whatever each has run before: ranks unpickle by it.
         name_of = f"_pool_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
-        spec = importlib.util.spec_from_file_location(name_of, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = modules[path] = module
-        spec.loader.exec_module(module)
+        modules[path] = load_file(path, name_of)
     body: Any = modules[path]
     for part in name.split("."):
         body = getattr(body, part)

@@ -7,7 +7,6 @@ scrapes it, an OTLP receiver takes its push, W&B writes its file, and a test rea
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -20,7 +19,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,19 +26,10 @@ import yaml
 
 from sdcwatch.core.records import Record
 from sdcwatch.sinks.jsonl import read_records
+from sdcwatch.testing import load_file
 
 LINGER_SECONDS = 5.0
 RUN_SECONDS = 1100.0
-
-
-def load(path: Path) -> ModuleType:
-    """A file of another folder of tests as a module."""
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_{path.parent.name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def free_port() -> int:
@@ -133,7 +122,9 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRun
     """``sdcwatch demo`` without options that change what happens, scraped and pushed."""
     root = tmp_path_factory.mktemp("default")
     port = free_port()
-    collector = load(Path(__file__).parents[1] / "sinks" / "conftest.py").Collector()
+    collector = load_file(
+        Path(__file__).parents[1] / "sinks" / "conftest.py", "conftest_of_sinks"
+    ).Collector()
     prometheus = None
     if shutil.which("prometheus") is not None:
         prometheus = Prometheus(root, f"127.0.0.1:{port}")

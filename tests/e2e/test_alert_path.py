@@ -6,7 +6,6 @@ fields that name the rank and nothing else; a clean run sends nothing but the Wa
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,22 +18,15 @@ from typing import Any
 import pytest
 import yaml
 
+from sdcwatch.testing import load_file
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
 EXPECTED = Path(__file__).with_name("expected_alert.json")
 RUN = "alert-path"
 
 
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_monitor", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-servers = _load(ROOT / "tests" / "monitor" / "servers.py")
+servers = load_file(ROOT / "tests" / "monitor" / "servers.py", "servers_of_monitor")
 
 
 def _plan(rank: int) -> str:

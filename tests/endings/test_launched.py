@@ -8,7 +8,6 @@ the right rank arrives at a webhook.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -25,6 +24,7 @@ import pytest
 from sdcwatch.core.records import Hang, RunFinished
 from sdcwatch.errors import EXIT_CORRUPTION, EXIT_RANK_GONE
 from sdcwatch.sinks.jsonl import read_records
+from sdcwatch.testing import load_file
 
 from .conftest import WORLD, Nursery
 
@@ -95,17 +95,8 @@ STORIES = {
 }
 
 
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-servers = _load(HERE.parent / "monitor" / "servers.py")
-sinks = _load(HERE.parent / "sinks" / "conftest.py")
+servers = load_file(HERE.parent / "monitor" / "servers.py", "monitor_servers")
+sinks = load_file(HERE.parent / "sinks" / "conftest.py", "sinks_conftest")
 
 
 class Launched:
