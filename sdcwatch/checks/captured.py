@@ -147,7 +147,8 @@ class Replicas:
             return ""
         return (
             f"the forward uses {list_names([self._apart[i] for i in used])}, of which each rank "
-            "has its own: it is not the same function on every rank, and no other can repeat it"
+            "has its own: it is not the same function on every rank, and no other can repeat it; "
+            "call what uses them outside of the module that DDP wraps"
         )
 
 

@@ -326,7 +326,7 @@ def judge_common(
         reason = f"the forward is not the same function on every rank: {shown} {how}"
         if failed:
             reason += f"; {_raised(failed)}"
-        said = _with_facts(reason, facts)
+        said = f"{_with_facts(reason, facts)}; {_what_to_write(facts, bits)}"
         first = tuple(ranks[0] for ranks in ordered)
         return CommonJudgement((), (), Coverage.OFF, said, tuple(facts), first, _cause(facts))
     separating = separating_facts(environments, rest)
@@ -342,6 +342,15 @@ def judge_common(
     said = _with_facts(f"{list_ranks(rest)} {how}{_left_out(apart, again)}", separating)
     cause = _cause(separating)
     return CommonJudgement(tuple(most), apart, None, said, separating, cause=cause, audited=again)
+
+
+def _what_to_write(facts: Sequence[str], bits: Collection[str]) -> str:
+    """What makes a forward the same function, as far as bits and facts tell."""
+    if len(bits) < 2:
+        return "run every rank in the same environment"
+    do = "make it the same, or give the module what differs between ranks as an argument"
+    hashed = any(fact.startswith("string_hash ") for fact in facts)
+    return f"set PYTHONHASHSEED if it iterates over a set of strings, {do}" if hashed else do
 
 
 def _left_out(apart: Sequence[int], again: Sequence[int]) -> str:

@@ -152,6 +152,10 @@ def test_without_a_majority_nobody_differs_and_the_audits_are_off(values, topolo
     judgement = judge_common(list(values), [HERE] * 6, topology("3x2"))
     assert (judgement.coverage, judgement.differing) == (Coverage.OFF, ())
     assert "not the same function on every rank" in judgement.reason
+    assert judgement.reason.endswith("give the module what differs between ranks as an argument")
+    hashes = [{**HERE, "string_hash": str(r)} for r in range(6)]
+    hashed = judge_common(list(values), hashes, topology("3x2"))
+    assert "set PYTHONHASHSEED if it iterates over a set of strings" in hashed.reason
 
 
 def test_a_rank_that_raises_where_the_others_do_not_is_left_out_with_its_words(topology):
@@ -182,6 +186,7 @@ def test_a_rank_with_other_kernels_is_left_out_though_this_micro_batch_came_out_
     none = judge_common(["x"] * 6, halves, topology("3x2"), deciding=("threads",))
     assert (none.coverage, none.differing) == (Coverage.OFF, ())
     assert "run in other environments; threads differs" in none.reason
+    assert none.reason.endswith("run every rank in the same environment")
 
 
 def test_a_fact_in_which_everybody_differs_from_everybody_separates_nobody():
