@@ -124,7 +124,7 @@ def test_a_step_that_turns_out_shorter_is_audited_in_its_last_micro_batch(
             assert index == (last if planned is None or planned > last else planned)
 
 
-def test_a_device_that_is_wrong_in_three_of_four_micro_batches_is_found(
+def test_r_accum_a_device_that_is_wrong_in_three_of_four_micro_batches_is_found(
     pool: GlooPool, tmp_path: Path
 ) -> None:
     rows = pool.run(go, 3, str(tmp_path), [4], True)

@@ -110,7 +110,7 @@ def both(rank: int, group: Any, place: str, run_dir: str) -> tuple[dict[str, Any
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_compiled_module_is_covered_in_full_wherever_it_was_compiled(
+def test_r_ddpcompile_a_module_is_covered_in_full_wherever_it_was_compiled(
     pool: GlooPool, tmp_path: Path, place: str
 ) -> None:
     for plain, guarded in pool.run(both, 2, place, str(tmp_path)):

@@ -87,7 +87,7 @@ def run(rank: int, group: Any, run_dir: str, options: dict[str, Any], how: dict[
 TABLE = {"ignored": ["table.weight"]}
 
 
-def test_a_table_that_ddp_ignores_is_left_out_of_the_checks_and_that_is_said(
+def test_m09_ignored_parameters_are_left_out_of_the_checks_and_that_is_said(
     pool: GlooPool, tmp_path: Path
 ) -> None:
     for row in pool.run(run, 3, str(tmp_path), {}, TABLE):

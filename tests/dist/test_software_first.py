@@ -271,7 +271,7 @@ def go(rank: int, group: Any, run_dir: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_one_ranks_script_did_is_software_with_the_evidence_and_nobodys_device(
+def test_m08_software_divergence_is_told_with_the_evidence_and_is_nobodys_device(
     pool: GlooPool, tmp_path: Path, name: str
 ) -> None:
     rows = pool.run(go, 3, str(tmp_path), name)
