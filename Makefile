@@ -27,7 +27,7 @@ demo: $(VENV)/.demo
 
 # Two at a time, because many tests wait for a server; the demo alone, because it fills the machine.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --durations 15 --numprocesses 2 --dist loadgroup --ignore tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --durations 15 --numprocesses 2 --no-loadscope-reorder --ignore tests/e2e $(PYTEST_ARGS)
 	$(BIN)/python -m pytest --durations 15 tests/e2e $(PYTEST_ARGS)
 
 # By hand, when what sdcwatch relies on in torch changes.
