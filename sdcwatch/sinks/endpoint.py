@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import tempfile
@@ -50,14 +51,16 @@ class Scrapes:
         self._gaps: deque[float] = deque(maxlen=_GAPS)
         self._complete = -1.0
 
-    def serve(self, send: Callable[[], None]) -> None:
-        """Answer one request."""
+    def serve(self, send: Callable[[], None], limit_seconds: float = math.inf) -> None:
+        """Answer one request; an answer that takes longer than the limit is thrown away there."""
         started = time.monotonic()
         send()
+        in_time = time.monotonic() - started < limit_seconds
         with self._lock:
             self._gaps.append(max(0.0, started - self._latest))
             self._latest = max(self._latest, started)
-            self._complete = max(self._complete, started)
+            if in_time:
+                self._complete = max(self._complete, started)
 
     def since(self, moment: float) -> bool:
         """Whether one that began after that moment of the monotonic clock has been answered."""
@@ -169,7 +172,7 @@ def _bind(registry: CollectorRegistry, host: str, port: int, scrapes: Scrapes) -
     plain: Any = MetricsHandler.factory(registry)
 
     def do_get(handler: Any) -> None:
-        scrapes.serve(lambda: plain.do_GET(handler))
+        scrapes.serve(lambda: plain.do_GET(handler), _limit_seconds(handler))
 
     handler = type("_Handler", (plain,), {"do_GET": do_get})
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -190,6 +193,13 @@ def _bind(registry: CollectorRegistry, host: str, port: int, scrapes: Scrapes) -
             return server
     assert problem is not None
     raise problem
+
+
+def _limit_seconds(handler: Any) -> float:
+    """How long whoever asks will wait: Prometheus says it."""
+    with contextlib.suppress(TypeError, ValueError):
+        return float(handler.headers.get("X-Prometheus-Scrape-Timeout-Seconds"))
+    return math.inf
 
 
 def _candidates(port: int) -> list[int]:

@@ -238,7 +238,11 @@ def ended(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             os.kill(runs["sigterm"].pid, signal.SIGTERM)
             for run in runs.values():
                 run.end()
-            inbox.wait(lambda mails: not _missing(mails))
+            try:
+                inbox.wait(lambda mails: not _missing(mails), 60)
+            except AssertionError as error:
+                late = {name for name, _ in _missing(inbox.mails)}
+                raise AssertionError("\n".join(runs[name].said() for name in late)) from error
         yield Ended(runs, _told(inbox.mails))
     finally:
         for run in runs.values():

@@ -99,9 +99,11 @@ class Inbox:
         self._server.server_close()
         self._thread.join()
 
-    def wait(self, wanted: Callable[[list[tuple[str, dict[str, Any]]]], bool]) -> None:
+    def wait(
+        self, wanted: Callable[[list[tuple[str, dict[str, Any]]]], bool], seconds: float = 40
+    ) -> None:
         """Until what has arrived is as wanted."""
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + seconds
         while not wanted(self.mails):
             summary = [(p, [a["labels"] for a in m.get("alerts", ())]) for p, m in self.mails]
             assert time.monotonic() < deadline, summary

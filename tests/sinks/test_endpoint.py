@@ -3,6 +3,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_a_scrape_that_began_before_the_last_record_does_not_count(monkeypatch):
     assert not scrapes.since(1.0)
     scrapes.serve(lambda: None)
     assert scrapes.since(1.0)
+
+
+@pytest.mark.parametrize(("limit", "counts"), [("10", True), ("0", False), ("soon", True)])
+def test_an_answer_that_prometheus_waited_for_in_vain_is_no_scrape(endpoint, limit, counts):
+    url = f"http://127.0.0.1:{endpoint.port}/metrics"
+    header = {"X-Prometheus-Scrape-Timeout-Seconds": limit}
+    before = time.monotonic()
+
+    urllib.request.urlopen(urllib.request.Request(url, headers=header), timeout=10).read()
+
+    end = time.monotonic() + 5  # the answer is here before the server has returned
+    while endpoint.scrapes.patience() == 0 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert endpoint.scrapes.since(before) is counts
 
 
 def test_it_listens_on_loopback_and_nowhere_else(endpoint):
