@@ -9,6 +9,9 @@ TORCH_INDEX_URL ?=
 ARGS ?=
 PYTEST_ARGS ?=
 
+# What was imported once is imported several times faster: torch is compiled as it is used.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 # Where the oldest torch that pyproject.toml promises is tried.
 OLDEST_VENV := .venv-oldest
