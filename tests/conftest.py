@@ -35,7 +35,7 @@ _TOGETHER = ("dist", "endings", "gauntlet", "integrations")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Files stay whole when tests run in parallel; what is started once stays on one worker."""
-    from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - not there without xdist
+    from xdist.scheduler import LoadScopeScheduling
 
     # Not `xdist_group`: xdist 3.8 writes it where pytest 9.2 does not read it.
     class ByFile(LoadScopeScheduling):
