@@ -41,10 +41,11 @@ Name = tuple[str, str]
 _LIMIT = 1 << 20  # bytes of an attribute besides its tensors; and of a first value that is kept
 _OWN = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs", "forward"))
 _WATCHED_STEPS = 3
-_CODE = (
+CODE = (
     *(nn.Module, nn.Parameter, type, types.ModuleType, types.FunctionType, types.MethodType),
     *(types.BuiltinFunctionType, functools.partial),
 )
+"""Kinds of values that are pieces of a model or of a program, and no state of a call."""
 
 
 # --- generators ---
@@ -242,11 +243,15 @@ class StateWatch:
     Args:
         module: The bare module.
         scope: Names its parameters and modules.
+
+    Attributes:
+        moved: Attributes that `read` has found changed since the guard began.
     """
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         self._module, self.scope = module, scope
         self._unwatched: set[Name] = set()
+        self.moved: set[Name] = set()
         self._first: dict[Name, Any] = {}
         self._kept: dict[Name, Frozen] = {}
         self._first = self.tokens()
@@ -259,6 +264,7 @@ class StateWatch:
         values = dict(self._values())
         tokens = self.tokens()
         moved = {n: values[n] for n, token in tokens.items() if self._first.get(n) != token}
+        self.moved |= moved.keys()
         return ModuleState(
             buffers=dict(self.buffers()),
             attributes=moved,
@@ -375,7 +381,7 @@ def spoken(name: Name) -> str:
 
 def _is_part(value: Any) -> bool:
     """Whether a value is a piece of the model or code, which a replay shares with training."""
-    if isinstance(value, _CODE):
+    if isinstance(value, CODE):
         return True
     if isinstance(value, (list, tuple)):
         return any(isinstance(item, (nn.Module, nn.Parameter)) for item in value)

@@ -61,3 +61,19 @@ def confirm_nonfinite(tensor: torch.Tensor) -> bool:
     if values.element_size() == 1:
         values = values.to(torch.float32)
     return not bool(torch.isfinite(values).all())
+
+
+MINUS_INFINITY, PLUS_INFINITY, NOT_A_NUMBER = 1, 2, 3
+
+
+@torch.no_grad()
+def nonfinite_kinds(tensor: torch.Tensor) -> torch.Tensor:
+    """Of each element 0 if it is finite, else which of the three it is; uint8."""
+    values = _values(tensor)
+    if values.element_size() == 1:
+        values = values.to(torch.float32)
+    kinds = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    kinds[values == -torch.inf] = MINUS_INFINITY
+    kinds[values == torch.inf] = PLUS_INFINITY
+    kinds[values.isnan()] = NOT_A_NUMBER
+    return kinds

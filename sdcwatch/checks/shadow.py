@@ -10,22 +10,18 @@ one had been left out.
 
 from __future__ import annotations
 
-import collections
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sdcwatch.checks.fingerprint import digest_tensors, to_pairs
+from sdcwatch.checks.kept import Kept, alike
 from sdcwatch.checks.module_state import Name, StateWatch, spoken
-from sdcwatch.checks.serialise import PLAIN
 
 LEARNED_STEPS = 3
 _NOTHING = object()
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class ForwardShadow:
@@ -45,6 +41,9 @@ class ForwardShadow:
         self._learning = LEARNED_STEPS
         self._moving: set[Name] = set()
         self._attributes: set[Name] = set()
+        self._inside: set[Name] = set()  # attributes that hold something written in place
+        self._empty: set[Name] = set()  # buffers that are None
+        self._everything = True  # is kept of this step, not only what moves
         self._copies: dict[Name, Tensor] = {}
         self._held: dict[Name, Tensor] = {}
         self._values: dict[Name, Kept] = {}
@@ -57,10 +56,17 @@ class ForwardShadow:
 
     def begin(self) -> None:
         """Before the first call of a step. Waits for the device in the first steps only."""
+        self._everything = self._learning > 0
         if self._learning:
             self._owners = self._watch.owners()  # a walk over all modules: not in every step
         buffers = dict(self._buffers())
         self._seen = {name: (id(b), b._version) for name, b in buffers.items()}
+        self._empty = {
+            (owner, key)
+            for owner, module in self._owners.items()
+            for key, buffer in module._buffers.items()
+            if buffer is None
+        }
         wanted = buffers if self._learning else {n: buffers[n] for n in self._moving & {*buffers}}
         written = {name: p for name, p in self._parameters() if name in self._written}
         wanted = {**wanted, **written}
@@ -71,10 +77,20 @@ class ForwardShadow:
         if self._learning:
             self._tokens, self._digests = self._watch.tokens(), _digests(buffers)
             self._weights = _digests(dict(self._parameters()))
-            self._values = {name: Kept(value) for name, value in self._watch.values()}
-        else:
-            held = ((n, self._owners[n[0]].__dict__.get(n[1], _NOTHING)) for n in self._attributes)
-            self._values = {name: Kept(value) for name, value in held if value is not _NOTHING}
+        self._values = {
+            name: Kept(value, self._limit if self._learning or name in self._inside else None)
+            for name, value in self._attributes_now()
+        }
+
+    def _attributes_now(self) -> Iterator[tuple[Name, Any]]:
+        if self._learning:
+            yield from self._watch.values()
+            return
+        self._attributes |= {n for n in self._watch.moved if n[0] in self._owners}
+        for owner, key in self._attributes:
+            value = self._owners[owner].__dict__.get(key, _NOTHING)
+            if value is not _NOTHING:
+                yield (owner, key), value
 
     def _buffers(self) -> Iterator[tuple[Name, Tensor]]:
         for owner, module in self._owners.items():
@@ -99,7 +115,7 @@ class ForwardShadow:
         live, copies = [], []
         for name, buffer in buffers.items():
             copy = self._copies.get(name)
-            if copy is None or not _alike(copy, buffer):
+            if copy is None or not alike(copy, buffer):
                 self._copies[name] = buffer.detach().clone()
             else:
                 live.append(buffer)
@@ -127,7 +143,9 @@ class ForwardShadow:
                 weights = _digests(dict(self._parameters()))
                 self._written |= {n for n, d in weights.items() if self._weights.get(n) != d}
                 self._weights = {}
-            self._attributes |= {n for n in names if now.get(n) != self._tokens.get(n)}
+            changed = {n for n in names if now.get(n) != self._tokens.get(n)}
+            self._attributes |= changed
+            self._inside |= {n for n in changed & {*self._values} if self._values[n].moved_inside()}
         # BatchNorm's kernels write statistics past the version counter, but its count moves too.
         if owners := {owner for owner, _ in moved - self._moving}:
             self._moving |= moved | {n for n, _ in self._buffers() if n[0] in owners}
@@ -142,6 +160,10 @@ class ForwardShadow:
         for (owner, key), buffer in self._held.items():
             if (owner, key) not in self._written:
                 owners[owner]._buffers[key] = buffer
+        left += self._undo_new_buffers()
+        for name, buffer in self._held.items():
+            if not alike(buffer, self._copies[name]):  # in another shape, as of an observer
+                buffer.data = self._copies[name].clone()
         names = list(self._held)
         if names:
             live = [self._held[n].detach() for n in names]
@@ -152,15 +174,27 @@ class ForwardShadow:
                 owners[owner_name].__dict__.pop(key, None)
             elif not held.put_back(owners[owner_name].__dict__, key):
                 left.append(spoken((owner_name, key)))
+                self._inside.add((owner_name, key))
         self.left_behind = tuple(sorted(left))
         self.release()
 
-    def before(self, buffer: Tensor) -> Tensor:
+    def _undo_new_buffers(self) -> list[str]:
+        """Take away the buffers that the forward has made; the names of those that stay."""
+        new = [n for n, _ in self._buffers() if n not in self._seen]
+        if not self._everything:  # an attribute that tells of it may not have been kept
+            return list(map(spoken, new))
+        for owner, key in new:
+            if (owner, key) in self._empty:
+                self._owners[owner]._buffers[key] = None
+            else:
+                delattr(self._owners[owner], key)
+        return []
+
+    def before(self, name: str, buffer: Tensor) -> Tensor:
         """A buffer as it was before the step, where that was kept; else as it is."""
-        for name, held in self._held.items():
-            if held is buffer:
-                return self._copies[name]
-        return buffer
+        owner, _, key = name.rpartition(".")
+        full = (owner, key)
+        return self._copies[full] if full in self._held else buffer
 
     @property
     def active(self) -> bool:
@@ -178,107 +212,6 @@ class ForwardShadow:
         self._digests, self._weights = {}, {}
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device, one.layout) == (
-        *(other.shape, other.dtype, other.device),
-        other.layout,
-    )
-
-
 def _digests(buffers: dict[Name, Tensor]) -> dict[Name, Any]:
     pairs = to_pairs(digest_tensors([b.detach() for b in buffers.values()]))
     return dict(zip(buffers, pairs, strict=True))
-
-
-class Kept:
-    """A value of any kind: the object, and what was in it, one level deep."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._content: Any = _content(value)
-
-    def put_back(self, attributes: dict[str, Any], key: str) -> bool:
-        """Make it the attribute again, as it was; whether that could be done."""
-        attributes[key] = self._value
-        return self.refill()
-
-    def refill(self) -> bool:
-        """Put back into the object what was in it; whether that could be done."""
-        value, content = self._value, self._content
-        if isinstance(value, Tensor):
-            if content is not None:
-                value.detach().copy_(content)
-        elif isinstance(value, list):
-            value[:] = content
-        elif isinstance(value, (dict, set)):
-            value.clear()
-            value.update(content)
-        elif isinstance(value, collections.deque):
-            value.clear()
-            value.extend(content)
-        elif content is not None:
-            value.__dict__.clear()
-            value.__dict__.update(content)
-        else:
-            return isinstance(value, (*PLAIN, tuple, *_GENERATORS))
-        return True
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.grad_fn is None else None
-    for kind in (list, dict, set):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, collections.deque):
-        return list(value)
-    plain = isinstance(value, (*PLAIN, tuple, *_GENERATORS))
-    return None if plain or not hasattr(value, "__dict__") else dict(value.__dict__)
-
-
-class KeptAttributes:
-    """All that an object of somebody else's holds, to be put back in place after a skipped step.
-
-    An optimizer may move weights without a gradient, as Lookahead does every k steps, and a
-    communication hook may remember what it has not sent yet, as PowerSGD does. Both keep it in
-    attributes, or in tensors and containers in them.
-
-    Args:
-        owner: The object; its ``__slots__`` count too.
-        but: Beginnings of names that are left alone.
-    """
-
-    def __init__(self, owner: Any, but: tuple[str, ...] = ()) -> None:
-        self._owner, self._but = owner, but
-        self._before = self._attributes()
-        self._kept: dict[int, Kept] = {}
-        self._keep(owner)
-        for value in self._before.values():
-            self._keep(value)
-
-    def _attributes(self) -> dict[str, Any]:
-        given = [kind.__dict__.get("__slots__", ()) for kind in type(self._owner).__mro__]
-        slots = [s for names in given for s in ([names] if isinstance(names, str) else names)]
-        there = {s: getattr(self._owner, s) for s in slots if hasattr(self._owner, s)}
-        there |= getattr(self._owner, "__dict__", {})
-        return {name: value for name, value in there.items() if not name.startswith(self._but)}
-
-    def _keep(self, value: Any) -> None:
-        if id(value) in self._kept or not isinstance(value, (Tensor, dict, list, tuple)):
-            return
-        self._kept[id(value)] = Kept(value)
-        if not isinstance(value, Tensor):
-            for one in value.values() if isinstance(value, dict) else value:
-                self._keep(one)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Put everything back into the same objects."""
-        now = self._attributes()
-        for name in now.keys() - self._before.keys():
-            delattr(self._owner, name)
-        for name, value in self._before.items():
-            if now.get(name, _NOTHING) is not value:
-                setattr(self._owner, name, value)
-        for kept in self._kept.values():
-            kept.refill()

@@ -11,10 +11,9 @@ A failed check taints the run for good: the wrong weight is in the replica.
 from __future__ import annotations
 
 import json
-import math
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +25,6 @@ from sdcwatch.checks.fingerprint import (
     salt,
     to_pairs,
 )
-from sdcwatch.checks.nonfinite import confirm_nonfinite, probe
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.checkpoint import fingerprint_due
 from sdcwatch.core.fingerprint import (
@@ -44,6 +42,7 @@ from sdcwatch.core.records import Check, Disagreement, GateReason, GuardState, P
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, Operation, agree
 from sdcwatch.guard.reporter import Reporter
+from sdcwatch.guard.saved_state import SavedState
 from sdcwatch.guard.sharing import share_bytes
 from sdcwatch.guard.updates import UpdateLog
 
@@ -248,34 +247,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return plain.reshape(-1).view(torch.uint8)
 
 
-class SavedState:
-    """What a checkpoint would hold besides equal weights: is it finite, is it of this step?
-
-    Args:
-        named: Parameters.
-        buffers: Every buffer, by name.
-        left_behind: What a skipped step has left on this rank, told once.
-    """
-
-    def __init__(
-        self,
-        named: Sequence[tuple[str, torch.Tensor]],
-        buffers: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-        left_behind: Callable[[], tuple[str, ...]],
-    ) -> None:
-        self._named, self._buffers, self._left_behind = named, buffers, left_behind
-        # A mask of minus infinities is as its author made it.
-        self._exempt = {n for n, b in buffers() if confirm_nonfinite(b.detach())}
-
-    def flags(self) -> tuple[bool, bool]:
-        """Something is not finite; something was left by a skipped step. Waits for the device."""
-        buffers = [b for n, b in self._buffers() if n not in self._exempt]
-        tensors = [t.detach() for t in (*(p for _, p in self._named), *buffers)]
-        seen = torch.stack([probe(t) for t in tensors]).tolist()
-        suspicious = [t for t, s in zip(tensors, seen, strict=True) if not math.isfinite(s)]
-        return any(map(confirm_nonfinite, suspicious)), bool(self._left_behind())
-
-
 class ReplicaCheck:
     """Check 3 in the course of a run.
 
@@ -290,6 +261,7 @@ class ReplicaCheck:
     Attributes:
         weights: As given.
         software: As given.
+        saved: As given.
         finite: At the latest check for a checkpoint, weights and buffers were on all ranks.
         left_behind: At the latest check for a checkpoint, a rank held what a skipped step left.
         tainted: The verdict that tainted the run, or None.
@@ -308,7 +280,7 @@ class ReplicaCheck:
         saved: SavedState,
     ) -> None:
         self.weights = weights
-        self._saved = saved
+        self.saved = saved
         self.finite, self.left_behind = True, False
         self._config, self._reporter, self._gate = config, reporter, gate
         self.software = software
@@ -341,7 +313,7 @@ class ReplicaCheck:
         """
         reporter = self._reporter
         with reporter.timed(Check.FINGERPRINT, Phase.DIGEST):
-            flags = self._saved.flags() if saving else ()
+            flags = self.saved.flags() if saving else ()
             operation = f"the weight check of step {step}"
             equal, seen = self.weights.compare(operation, flags)
         if saving:

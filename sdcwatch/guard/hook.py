@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from sdcwatch.checks.kept import KeptAttributes
 from sdcwatch.checks.nonfinite import probe
-from sdcwatch.checks.shadow import KeptAttributes
 from sdcwatch.guard.exchange import all_reduce_async
 
 UserHook = tuple[Any, Callable[..., Any]]

@@ -85,7 +85,7 @@ def look(
         local,
         reduced,
     )
-    values = [_on(guarded.device, group) for group in parts]
+    values = [as_floats(guarded.device, group) for group in parts]
     _, losses, _, _, seen_local, seen_reduced = values
     told = torch.cat((losses, seen_local, seen_reduced))
     short = guarded.ddp is not None and probes.elements < _expected_elements(guarded)
@@ -172,7 +172,7 @@ def _scalar_output(backwards: Sequence[Backward]) -> torch.Tensor | None:
     return next((b.loss for b in reversed(backwards) if b.loss is not None), None)
 
 
-def _on(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def as_floats(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Floats of any shapes and devices as one float32 (n,) on `device`."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float32, device=device)
@@ -206,7 +206,9 @@ def _not_reduced(guarded: Guarded, probes: GradientProbes) -> list[str]:
 
 
 def weights_nonfinite(
-    guarded: Guarded, before: Callable[[torch.Tensor], torch.Tensor] = lambda buffer: buffer
+    guarded: Guarded,
+    before: Callable[[str, torch.Tensor], torch.Tensor],
+    poisoned: Callable[[str, torch.Tensor], bool],
 ) -> bool:
     """Whether a weight, or a buffer that a forward reads, is poisoned.
 
@@ -215,29 +217,22 @@ def weights_nonfinite(
 
     Args:
         guarded: Whose weights and buffers.
-        before: A buffer as it was before the step, which may have poisoned it.
+        before: A buffer of that name as it was before the step, which may have poisoned it.
+        poisoned: Whether a buffer of that name is not finite, and not by design.
     """
     weights = [p.detach() for _, p in guarded.named]
-    sums = _on(guarded.device, [probe(w) for w in weights])
+    sums = as_floats(guarded.device, [probe(w) for w in weights])
     # One read for all weights; a sum may overflow, hence the exact answer.
     if not bool(torch.isfinite(sums).all()) and any(map(confirm_nonfinite, weights)):
         return True
-    return any(_is_poisoned(before(buffer)) for buffer in _read_buffers(guarded.module))
+    return any(poisoned(name, before(name, b)) for name, b in _read_buffers(guarded.module))
 
 
-def _read_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for owner in module.modules():
+def _read_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, owner in module.named_modules():
         # While it trains it only writes its statistics, which tell of this step.
         if not (isinstance(owner, _NormBase) and owner.training):
-            yield from owner.buffers(recurse=False)
-
-
-def _is_poisoned(buffer: torch.Tensor) -> bool:
-    """Non-finite, and not by design: masks are made of negative infinities."""
-    if not confirm_nonfinite(buffer):
-        return False
-    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer.float()
-    return bool((values.isnan() | values.isposinf()).any())
+            yield from owner.named_buffers(prefix, recurse=False)
 
 
 def gradients_hold_nan(guarded: Guarded) -> bool:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.fingerprint import combine, digest_tensors
-from sdcwatch.checks.shadow import KeptAttributes
+from sdcwatch.checks.kept import KeptAttributes
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 
 _PASSED_ON = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")

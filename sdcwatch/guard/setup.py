@@ -51,7 +51,7 @@ from sdcwatch.errors import ConfigurationError, SchemaMismatch
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, GlooExchange
 from sdcwatch.guard.files import most_partners, open_files_left, require_files
-from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, SavedState, WeightCheck
+from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, WeightCheck
 from sdcwatch.guard.guarded import (
     Guarded,
     require_guardable,
@@ -66,6 +66,7 @@ from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation
 from sdcwatch.guard.preflight import Preflight, ReplayCheck
 from sdcwatch.guard.replay import AuditPolicy, RingAudit, SegmentMemory
 from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
+from sdcwatch.guard.saved_state import SavedState
 from sdcwatch.guard.sharing import gather_json, share_bytes
 from sdcwatch.guard.step import StepController
 from sdcwatch.guard.tracing import Tracing
@@ -296,7 +297,7 @@ def _build(
         reporter,
         gate,
         software=UpdateLog(guarded, lambda: steps.optimizers, guarded.loss_scale.value),
-        saved=SavedState(guarded.named, guarded.module.named_buffers, shadow.take_left_behind),
+        saved=SavedState(guarded.named, guarded.module, shadow.take_left_behind),
     )
     replayer = Replayer(capture, choose_caller(guarded.given, guarded.ddp, guarded.module))
     replay = _replay_check(config, guarded, exchange, meeting, replayer)

@@ -34,6 +34,7 @@ from sdcwatch.core.records import (
     Phase,
     Verdict,
 )
+from sdcwatch.core.text import list_names
 from sdcwatch.guard.auditing import Audits, Decide
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Code, Exchange, agree_on_device
@@ -283,7 +284,11 @@ class StepController:
                 nan=own.nan and holds_nan(own, captured, scope, reduced=reduced_nan),
                 not_replayable=not_replayable(window, captured),
                 loss_scaled=self._guarded.loss_scale.value() not in (None, 1.0),
-                weights=weights_nonfinite(self._guarded, self._recorder.shadow.before),
+                weights=weights_nonfinite(
+                    self._guarded,
+                    self._recorder.shadow.before,
+                    self._replicas.saved.poisoned_before,
+                ),
                 reduced_nan=reduced_nan,
             )
             judgement = self._nonfinite_check.investigation.run(
@@ -318,6 +323,13 @@ class StepController:
         spoiled = decision.skip and not decision.scaling
         if spoiled or (self.skips.second and self.skips.carried is not None):
             shadow.restore()
+            if left := shadow.left_behind:
+                text = (
+                    f"the skipped step {self.step} has left {list_names(left)} as its forward made "
+                    "them: it could not be put back, and the next checkpoint is withheld. Keep it "
+                    "in a buffer, or in numbers, lists and tensors that the first steps move too"
+                )
+                self._reporter.note_once("left_behind", text)
             self._nonfinite_check.probes.put_back()
         else:
             shadow.learn()
