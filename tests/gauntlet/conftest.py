@@ -12,3 +12,10 @@ def pool() -> Iterator[GlooPool]:
     pool = GlooPool(3)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def larger_pool() -> Iterator[GlooPool]:
+    pool = GlooPool(4)
+    yield pool
+    pool.close()

@@ -46,6 +46,7 @@ class Loop:
         because: A part of the reason that the preflight record must give, where it is not full.
         fault: The module that a broken device computes wrongly; the first Linear by default.
         left_out: Ranks that preflight finds to compute something else.
+        software_on: Ranks whose software computes something else from some step on.
         trial: The kind of trial that it is a variant of; "" for none.
         software: A part of the operation by which software is told in an armed run; "" for none.
         later: The coverage after something has come that preflight could not see; "" for the same.
@@ -57,9 +58,27 @@ class Loop:
     because: str = ""
     fault: str = ""
     left_out: tuple[int, ...] = ()
+    software_on: tuple[int, ...] = ()
     trial: str = ""
     software: str = ""
     later: str = ""
+
+    @property
+    def covered(self) -> bool:
+        """Whether audits still cover it when a device breaks: then that rank must be named."""
+        return self.coverage == FULL and not self.later
+
+    @property
+    def broken(self) -> int:
+        """The rank whose device breaks, one that audits cover."""
+        apart = {*self.left_out, *self.software_on} if self.covered else set()
+        return next(rank for rank in (BROKEN, 0) if rank not in apart)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a broken run: two that are left cannot tell which of them is wrong."""
+        apart = self.covered and (self.left_out or self.software_on)
+        return WORLD + 1 if apart else WORLD
 
 
 LOOPS: dict[str, Loop] = {}
@@ -107,7 +126,10 @@ class Course:
         group: All ranks.
         last: Number of steps.
         options: Of `sdcwatch.init`; None runs without a guard.
-        fault: The module that is computed wrongly on rank `BROKEN`, "" for a healthy machine.
+        fault: The module that is computed wrongly on rank `broken`, "" for the first Linear; None
+            for a healthy machine.
+        broken: That rank.
+        fault_from: The first step at which it is.
     """
 
     rank: int
@@ -115,6 +137,8 @@ class Course:
     last: int
     options: dict[str, Any] | None
     fault: str | None = None
+    broken: int = BROKEN
+    fault_from: int = FAULT_FROM
     digest: Any = field(default_factory=hashlib.sha256)
     memory: MemorySink = field(default_factory=MemorySink)
     guards: list[Any] = field(default_factory=list)
@@ -181,8 +205,8 @@ class Course:
             kind="scale",
             factor=1.01,
             target=target,
-            ranks=(BROKEN,),
-            steps=(FAULT_FROM, self.last),
+            ranks=(self.broken,),
+            steps=(self.fault_from, self.last),
             persistence="sticky",
         )
         self.injector = Injector(FaultPlan(faults=(fault,)), rank=self.rank)
@@ -234,7 +258,13 @@ def several(
 
 
 def arms(
-    rank: int, group: Any, name: str, kinds: Sequence[str], last: int, audit_every: int
+    rank: int,
+    group: Any,
+    name: str,
+    kinds: Sequence[str],
+    last: int,
+    audit_every: int,
+    fault_from: int = FAULT_FROM,
 ) -> dict[str, dict[str, Any]]:
     """Run one loop plain, guarded or broken, each from the same start.
 
@@ -245,6 +275,7 @@ def arms(
         kinds: Among "plain", "guarded", "broken".
         last: Number of steps.
         audit_every: Steps between two audits.
+        fault_from: The first step at which a device is broken.
     """
     entry = LOOPS[name]
     found = {}
@@ -265,6 +296,8 @@ def arms(
                 last,
                 None if kind == "plain" else {**options, "run_dir": shared[0]},
                 entry.fault if kind == "broken" else None,
+                entry.broken,
+                fault_from,
             )
             found[kind] = course.run(entry.body)
         dist.barrier(group)

@@ -477,7 +477,7 @@ def hash_order(c: Course) -> None:
 
 @loop("a scale that one rank reads from its own configuration", left_out=(2,))
 def one_scale(c: Course) -> None:
-    train(c, Model(lambda m, h: h * (1.0 if c.rank < 2 else 1.5)), square)
+    train(c, Model(lambda m, h: h * (1.5 if c.rank == 2 else 1.0)), square)
 
 
 @loop("a sum whose order differs on one rank", left_out=(0,))

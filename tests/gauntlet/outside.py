@@ -355,7 +355,7 @@ def prefetch(c: Course) -> None:
             np.random.rand()
             ready.put(c.batch(step))
 
-    thread = threading.Thread(target=fetch)
+    thread = threading.Thread(target=fetch, daemon=True)  # a run that is stopped leaves it
     thread.start()
     train(c, mlp(), lambda y, s: y.square().mean(), call=lambda m, s: m(ready.get()))
     thread.join()

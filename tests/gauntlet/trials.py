@@ -183,7 +183,12 @@ class Meta:
     rank: int
 
 
-@loop("a scale of one rank's own that comes late", trial="m01", software="aten::mul")
+@loop(
+    "a scale of one rank's own that comes late",
+    trial="m01",
+    software="aten::mul",
+    software_on=(1,),
+)
 def late_scale(c: Course) -> None:
     def between(m: Any, h: Tensor) -> Tensor:
         return h * (1.5 if c.rank == 1 and c.step >= LATE else 1.0)
@@ -191,7 +196,12 @@ def late_scale(c: Course) -> None:
     train(c, Model(between), square)
 
 
-@loop("a branch of one rank's own that comes late", trial="m01", software="aten::")
+@loop(
+    "a branch of one rank's own that comes late",
+    trial="m01",
+    software="aten::",
+    software_on=(2,),
+)
 def late_branch(c: Course) -> None:
     def between(m: Any, h: Tensor) -> Tensor:
         return h.sin() if c.rank == 2 and c.step >= LATE else h
@@ -199,7 +209,12 @@ def late_branch(c: Course) -> None:
     train(c, Model(between), square)
 
 
-@loop("a gradient that one rank scales from some step on", trial="m01", software="aten::")
+@loop(
+    "a gradient that one rank scales from some step on",
+    trial="m01",
+    software="aten::",
+    software_on=(0,),
+)
 def late_gradient(c: Course) -> None:
     def between(m: Any, h: Tensor) -> Tensor:
         return Scaled.apply(h, 0.5 if c.rank == 0 and c.step >= LATE else 1.0)
@@ -207,7 +222,12 @@ def late_gradient(c: Course) -> None:
     train(c, Model(between), square)
 
 
-@loop("a hook on a parameter of one rank that comes late", trial="m01", software="aten::")
+@loop(
+    "a hook on a parameter of one rank that comes late",
+    trial="m01",
+    software="aten::",
+    software_on=(1,),
+)
 def late_hook(c: Course) -> None:
     net = Model(lambda m, h: h)
     net.last.weight.register_hook(lambda g: g * 1.01 if c.rank == 1 and c.step >= LATE else None)
