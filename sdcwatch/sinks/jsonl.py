@@ -271,14 +271,9 @@ def _closing(line: str) -> Closing | None:
 
 def run_id_of(run_dir: Path) -> str:
     """The id of the run in this directory: that of its earlier segments, or a new one."""
-    known = ""
+    starts = [record for record in segments_of(run_dir) if isinstance(record, RunStarted)]
     # An unreadable log is no reason to stop a run: its id is new then.
-    with contextlib.suppress(OSError, ValueError):
-        for path in event_files(run_dir):
-            for _, line in _lines(path):
-                if f'"kind":"{RunStarted.kind}"' in line:  # other lines need not be parsed
-                    known = str(json.loads(line).get("run_id") or known)
-    return known or uuid.uuid4().hex
+    return next((start.run_id for start in reversed(starts) if start.run_id), uuid.uuid4().hex)
 
 
 def segments_of(run_dir: Path) -> Iterator[RunStarted | PreflightDone]:

@@ -1,6 +1,5 @@
 """The demo's default faults as a real Prometheus, an OTLP receiver and W&B's own file see them."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from sdcwatch.core.catalog import CATALOG
 from sdcwatch.core.records import Outcome
+from sdcwatch.testing import load_file
 
 SELF = "sdcwatch_telemetry_"
 
@@ -28,15 +28,7 @@ pytestmark = [
 ]
 
 
-def _sink_fixtures():
-    path = Path(__file__).parents[1] / "sinks" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("sink_fixtures", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FIXTURES = _sink_fixtures()
+FIXTURES = load_file(Path(__file__).parents[1] / "sinks" / "conftest.py", "sink_fixtures")
 
 
 def totals_of(windows):
