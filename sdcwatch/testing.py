@@ -108,7 +108,7 @@ class ThreadExchange:
         extra_seconds: float = 0.0,
     ) -> tuple[int, ...]:
         """Element-wise maximum."""
-        self.calls.append("max_words")
+        self.calls.append("max_int64s")
         rows = self._hub.meet(self.rank, tuple(words))
         return tuple(max(column) for column in zip(*rows, strict=True))
 

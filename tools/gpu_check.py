@@ -285,8 +285,8 @@ class Loop:
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Ask torch for operations that repeat, as docs/assumptions.md advises."""
-    torch.use_deterministic_algorithms(on, warn_only=True)
+    """Ask torch for operations that repeat; only then does flash attention."""
+    torch.use_deterministic_algorithms(on)
     try:
         yield
     finally:

@@ -74,13 +74,14 @@ from sdcwatch.checks.replaying import replaying
 from sdcwatch.checks.serialise import NotTransportable, Scope, freeze, tensors_in
 from sdcwatch.checks.side_doors import find_side_doors
 from sdcwatch.checks.torch_internals import Edge, RunningBackward
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.errors import ConfigurationError, SdcwatchError
 
 _IN_A_CUDA_GRAPH = (
     "Expected the training step to run as Python, but got one that is captured into a CUDA graph: "
     "a replay of the graph runs no hook, so nothing would be checked. Train without the capture; "
     'torch.compile(mode="reduce-overhead") makes graphs of the parts in between, and is guarded.'
 )
+_MOST_SIGNATURES = 512
 _NOT_KEPT = "the micro-batch was not kept: it is larger than the limit"
 
 
@@ -95,6 +96,9 @@ class CallCapture:
         audit: Whether the call that begins is to be audited.
         local: Names of parameters that other ranks hold otherwise: in no digest.
         max_kept_bytes: What plain steps and `keep` may hold at most.
+
+    Attributes:
+        signatures: Of a compiled module: the kinds of inputs seen so far, in order; "" otherwise.
     """
 
     def __init__(  # noqa: PLR0913 - most of it by name
@@ -132,6 +136,7 @@ class CallCapture:
         self._wrapped: Callable[..., Any] | None = None
         self._region: tuple[Node | None, int, int] = (None, 0, 0)
         self._signatures: dict[str, None] = {}
+        self.signatures = ""
         self._key = f"sdcwatch.{id(self)}"
         self.compiled = internals.is_compiled(module)
         self.failure = ""
@@ -188,9 +193,9 @@ class CallCapture:
         module = self.module
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            begin(module, args, kwargs)
             out = None
             try:
+                begin(module, args, kwargs)
                 out = inner(*args, **kwargs)
             finally:
                 end(module, args, kwargs, out)
@@ -224,6 +229,8 @@ class CallCapture:
         try:
             local.open = self._open(module, args, kwargs)
             local.open.problem = local.open.problem or late
+        except (SdcwatchError, SystemExit):  # what was found out about the last step
+            raise
         except Exception as error:
             self._failed(error)
 
@@ -364,7 +371,10 @@ class CallCapture:
     def _note_signature(self, args: Any, kwargs: Any) -> None:
         told = [torch.is_grad_enabled(), self.module.training]
         shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in tensors_in((args, kwargs))]
-        self._signatures.setdefault(repr((told, shapes)), None)
+        signature = repr((told, shapes))
+        if signature not in self._signatures and len(self._signatures) < _MOST_SIGNATURES:
+            self._signatures[signature] = None
+            self.signatures = "\n".join(self._signatures)
 
     def _region_number(self, record: CallRecord) -> int:
         """The same number for calls that share one region of autocast and its casts."""
@@ -525,12 +535,13 @@ class CallCapture:
         arrivals = {r: window.arrivals[r] for r in self._records if r in window.arrivals}
         audited = bool(self._leaf_hooks) and all(record.audit for record in arrivals)
         held = {record.snapshot(): a for record, a in arrivals.items()}
+        failure, self.failure = self.failure, ""  # of this step; the next one may go well
         missed = self.replicas.missed(window.log) if self._leaf_hooks else ""
         backward = Backward(
             len(arrivals),
             audited,
             functools.partial(
-                make_micro_batch, window, held, self.state, self.signatures, self.failure or missed
+                make_micro_batch, window, held, self.state, self.signatures, failure or missed
             ),
             functools.partial(held_bytes, held),
             probes=[probe for record in arrivals for probe in record.probes],
@@ -581,11 +592,6 @@ class CallCapture:
         self._kept.clear()
         self._dropped = self._kept_bytes = 0
         return kept
-
-    @property
-    def signatures(self) -> str:
-        """Of a compiled module: the inputs seen so far, in order; "" otherwise."""
-        return "\n".join(self._signatures)
 
     @contextmanager
     def collecting(self) -> Iterator[list[Any]]:

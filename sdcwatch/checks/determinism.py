@@ -129,37 +129,6 @@ def _silence_warnings(stack: ExitStack) -> None:
     stack.callback(remove)
 
 
-class EagerStance:
-    """Lets compiled code run eagerly, and puts back the stance of the compiler found before.
-
-    Around DDP, torch.compile makes graphs of its own that a replay of the bare module does not
-    share. `apply` and `restore` may each be called again without effect. The compiler, which takes
-    seconds to load, is imported by `apply` only.
-    """
-
-    def __init__(self) -> None:
-        self._undo: ExitStack | None = None
-
-    @property
-    def applied(self) -> bool:
-        """Whether compiled code runs eagerly."""
-        return self._undo is not None
-
-    def apply(self) -> None:
-        """Run compiled code eagerly from here on."""
-        if self._undo is not None:
-            return
-        with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._undo = stack.pop_all()
-
-    def restore(self) -> None:
-        """Put back what `apply` found."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo.close()
-
-
 def environment_facts(
     device: torch.device,
     *,

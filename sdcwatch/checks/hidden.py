@@ -22,7 +22,9 @@ import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +44,7 @@ _INSTALLED = ("site-packages", "dist-packages", str(Path(__file__).parents[1]))
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, range)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ADVANCING = (types.GeneratorType, itertools.count)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @functools.cache
@@ -133,6 +135,9 @@ class HiddenState:
             for key in _HOOKS:
                 for hook in tuple((module.__dict__.get(key) or {}).values()):
                     self._reach("a hook", hook)
+            for held in module._parameters.values():
+                hooks = None if held is None else held._backward_hooks
+                self._reach_all("a hook of a parameter", (hooks or {}).values())
         for name, value in self._unwatched:
             self._reach(name, value)
         while self._waiting and len(self._seen) < _THINGS:
@@ -147,7 +152,7 @@ class HiddenState:
         self._waiting.append((name, value))
 
     def _look_at(self, name: str, value: Any) -> None:
-        if isinstance(value, _ADVANCING):
+        if _advances(value):
             self._advancing.append((name, value))
         elif isinstance(value, functools.partial):
             self._reach_all(name, (value.func, *value.args, *value.keywords.values()))
@@ -196,12 +201,12 @@ class HiddenState:
                 if isinstance(inner, _FUNCTIONS):
                     self._reach(key, inner)
                 elif not callable(value) and not isinstance(value, types.MemberDescriptorType):
-                    self._hold(_attribute_place(f"`{one.__name__}.{key}`", one, key))
+                    self._hold(_class_place(f"`{one.__name__}.{key}`", one, key))
 
     def _hold(self, place: _Place) -> None:
         try:
             value = place.read()
-        except (ValueError, AttributeError):  # a cell or a slot that holds nothing yet
+        except (ValueError, AttributeError, KeyError):  # a cell or a slot that holds nothing yet
             return
         self._places.append((place, value))
         self._reach(place.name, value)
@@ -214,7 +219,7 @@ class HiddenState:
             undo = self._keep_tensor(value)
         elif isinstance(value, np.ndarray):
             undo = self._keep_array(value)
-        elif isinstance(value, (torch.Generator, random.Random, np.random.Generator)):
+        elif isinstance(value, _GENERATORS):
             undo = _undo_generator(value)
         elif isinstance(value, (list, collections.deque, dict, set)):
             undo = _undo_container(value)
@@ -261,8 +266,12 @@ class HiddenState:
         return undo
 
     def _keep_array(self, array: Any) -> Callable[[], bool | None] | None:
-        if array.dtype.hasobject or array.nbytes > _LARGEST:
+        if array.dtype.hasobject or not array.flags.writeable:
             return None
+        self._bytes += array.nbytes
+        if array.nbytes > _LARGEST or self._bytes > _TOTAL:
+            checksum = _checksum(array)
+            return lambda: None if _checksum(array) == checksum else False
         before = array.copy()
 
         def undo() -> bool | None:
@@ -272,6 +281,10 @@ class HiddenState:
             return True
 
         return undo
+
+
+def _checksum(array: Any) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -293,6 +306,13 @@ def _undo_generator(value: Any) -> Callable[[], bool | None]:
     if isinstance(value, random.Random):
         state = value.getstate()
         return lambda: None if value.getstate() == state else _did(value.setstate, state)
+    if isinstance(value, np.random.RandomState):
+        legacy = value.get_state(legacy=False)
+        return lambda: (
+            None
+            if repr(value.get_state(legacy=False)) == repr(legacy)
+            else _did(value.set_state, legacy)
+        )
     bits = value.bit_generator
     held = bits.state
     return lambda: (
@@ -348,19 +368,49 @@ def _item_place(name: str, held: dict[str, Any], key: str) -> _Place:
     return _Place(name, lambda: held[key], lambda v: held.__setitem__(key, v))
 
 
+def _class_place(name: str, owner: type, key: str) -> _Place:
+    # Not by getattr: what a descriptor returns is not what the class holds.
+    return _Place(name, lambda: vars(owner)[key], lambda v: setattr(owner, key, v))
+
+
 def _attribute_place(name: str, owner: Any, key: str) -> _Place:
     return _Place(name, lambda: getattr(owner, key), lambda v: setattr(owner, key, v))
 
 
+def _advances(value: Any) -> bool:
+    """Whether it is a generator, or an iterator that Python itself makes."""
+    own = type(value).__module__ in ("builtins", "itertools")
+    return own and isinstance(value, Iterator)
+
+
 def _position(value: Any) -> Any:
     """Where an iterator stands, as something comparable."""
-    if not isinstance(value, types.GeneratorType):
+    if isinstance(value, itertools.count):
         return repr(value)
+    if not isinstance(value, types.GeneratorType):
+        return _left(value)
     frame = value.gi_frame
     if frame is None:
         return "ended"
     plain = {k: v for k, v in frame.f_locals.items() if isinstance(v, _ATOMS)}
     return (frame.f_lasti, plain)
+
+
+def _left(iterator: Any) -> Any:
+    """How much is left of an iterator, and of those inside of it; itself where it does not tell."""
+    hint = operator.length_hint(iterator, -1)
+    if hint >= 0:
+        return hint
+    with warnings.catch_warnings(), suppress(Exception):
+        warnings.simplefilter("ignore")  # itertools will not tell it any more in Python 3.14
+        parts: Any = iterator.__reduce__()
+        inside = [item for part in parts[1:] if isinstance(part, tuple) for item in part]
+        return tuple(
+            _position(i) if _advances(i) else len(i) if isinstance(i, (list, tuple)) else i
+            for i in inside
+            if _advances(i) or isinstance(i, (list, tuple, int))
+        )
+    return object()
 
 
 def advanced(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -212,7 +212,7 @@ def numeric_environment() -> dict[str, str]:
         "sdpa": " ".join(name for name, enabled in _ATTENTION if enabled()),
         "cudnn": f"{cudnn.enabled} {cudnn.benchmark} {cudnn.deterministic} {cudnn.allow_tf32}",
         # Each thread has the flag and nothing reads it back: half of a denormal tells.
-        "flush_denormal": str(float(torch.tensor(1e-39) * 0.5) == 0.0),
+        "flush_denormal": str(float(torch.tensor(1e-39, device="cpu") * 0.5) == 0.0),
         "saved_tensor_hooks": str(saved_tensor_hooks_active()),
     }
 

@@ -140,7 +140,7 @@ def pack(micro_batch: MicroBatch) -> Tensor:
         NotTransportable: It does not pickle.
     """
     plan = _plan(micro_batch)
-    message = torch.zeros(plan.total, dtype=torch.uint8)
+    message = torch.zeros(plan.total, dtype=torch.uint8, device="cpu")
     structure = torch.frombuffer(bytearray(plan.structure), dtype=torch.uint8)
     message[_HEADER.size : _HEADER.size + structure.numel()] = structure
     for tensor, offset in zip(plan.tensors, plan.offsets, strict=True):

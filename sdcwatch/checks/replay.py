@@ -449,7 +449,7 @@ class _Run:
         if gradient.device.type == "cpu":
             suspicious = not math.isfinite(probe(gradient).item())
             if suspicious and confirm_nonfinite(gradient):
-                self._flags.append(torch.tensor(True))
+                self._flags.append(torch.tensor(True, device="cpu"))
             return
         # Exact at once, because a GPU is asked only at the end, when the gradient is gone.
         values = gradient if gradient.layout is torch.strided else gradient.coalesce().values()

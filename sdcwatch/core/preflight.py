@@ -493,6 +493,30 @@ class Backoff:
         return (False, replace(self, waits=self.waits - 1)) if self.waits else (True, self)
 
 
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """When an audit that was due and could not be made is made up for.
+
+    At the next step, and whenever that fails again after twice as many: what stands in the way may
+    stay, and a step that is captured for an audit costs more.
+
+    Attributes:
+        misses: How many in a row could not be made.
+        at: Step from which on one is due; None if none is owed.
+    """
+
+    misses: int = 0
+    at: int | None = None
+
+    def missed(self, step: int, most: int) -> Owed:
+        """The audit of `step` could not be made; the next try comes `most` steps later at most."""
+        return Owed(self.misses + 1, step + min(2**self.misses, most))
+
+    def due(self, step: int) -> bool:
+        """Whether it is to be made up for now."""
+        return self.at is not None and step >= self.at
+
+
 def audited_micro_batch(seed: int, step: int, last_count: int | None) -> int | None:
     """Which micro-batch of an accumulated step is audited, counted from 0; None for the last one.
 

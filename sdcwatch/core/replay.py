@@ -91,7 +91,6 @@ class AuditFacts:
         arbitration: ``arbitration[producer][arbiter]`` is that arbiter's value; only for producers
             that were arbitrated.
         repeats: By (rank, producer), the values of the repeats in order.
-        weights_equal: All replicas held the same weights before the audit.
         transport: Producers whose payload arrived damaged.
         pairing: Who recomputed whom.
         restless: Ranks that did not get their own micro-batch right in `REPEATS` repeats of it;
@@ -104,7 +103,6 @@ class AuditFacts:
     mismatches: Sequence[Mismatch] = ()
     arbitration: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
     repeats: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
-    weights_equal: bool = True
     transport: tuple[int, ...] = ()
     pairing: Pairing | None = None
     restless: tuple[int, ...] | None = None
@@ -488,9 +486,6 @@ def _judge_without_blame(
     ranks = involved_ranks(facts.mismatches)[:LISTED]
     domains = len(topology.domain_sizes)
     mismatches = f"{len(compared)} of {count(facts.comparisons_total, 'comparison')} did not match"
-    if not facts.weights_equal:
-        said = "the replicas already differed before the audit; the weight check has the verdict"
-        return AuditJudgement(Outcome.VOID, said)
     if is_widespread(compared, topology, comparisons_total=facts.comparisons_total):
         noun = topology.domain_noun
         said = f"{mismatches}: more than two broken {noun}s explain, so nobody is named"

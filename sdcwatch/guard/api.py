@@ -127,7 +127,7 @@ class Guard(JoinableGuard):
         super().__init__(made.exchange, made.guarded.device, made.guarded.process_group)
         self._config, self._exchange, self._ddp = made.config, made.exchange, made.guarded.ddp
         self._reporter, self._watchdog = made.reporter, made.watchdog
-        self._gate, self._probes, self._preflight = made.gate, made.probes, made.preflight
+        self._gate, self._probes = made.gate, made.probes
         self._replicas, self._steps = made.replicas, made.steps
         self._capture, self._close_console = made.capture, made.close_console
         trained = [p for _, p in made.guarded.trained]
@@ -175,6 +175,7 @@ class Guard(JoinableGuard):
         self._steps.recorded_loss = tensor
 
     def _recover(self) -> None:
+        self.require_joined(self._ddp)
         for hooks in self._hooks:
             hooks.recover()
 
@@ -207,6 +208,7 @@ class Guard(JoinableGuard):
         step, decision = self._gate_decision()
         return self._gate.carry_out(step, decision, save, on=on, path=os.fspath(path))
 
+    @_remembers
     def may_save(self) -> bool:
         """Whether every check stands behind a checkpoint of this step. Every rank must call it.
 

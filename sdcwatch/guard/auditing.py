@@ -14,7 +14,7 @@ from typing import Protocol, TypedDict
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.checkpoint import audit_due
 from sdcwatch.core.history import CONFIRMED_TO_STOP
-from sdcwatch.core.preflight import Backoff, audited_share
+from sdcwatch.core.preflight import LONGEST_WAIT, Backoff, Owed, audited_share
 from sdcwatch.core.records import Check, Coverage, Device, GuardState, Outcome, Phase, Verdict
 from sdcwatch.core.replay import LISTED
 from sdcwatch.core.text import list_names, list_ranks
@@ -80,7 +80,6 @@ class Audits:
     Attributes:
         last_clean: Step of the latest clean audit; None before the first, and since one failed.
         armed: Preflight has ended.
-        postponed: An audit was due and could not be made: the next step makes up for it.
         suspects: Devices named since the last clean audit, in words.
         widespread: More differed than broken devices explain, in a run that was armed, and no audit
             has been clean since.
@@ -102,10 +101,9 @@ class Audits:
         self._replicas, self._gate, self._decide = replicas, gate, decide
         self.last_clean: int | None = None
         self.armed = False
-        self.postponed = False
+        self._owed = Owed()
         self.suspects: dict[Device, str] = {}
         self.widespread = False
-        self._missing_since = -1
         self._apart_at: int | None = None
         self._backoff = Backoff()
         self._counted, self._left_out = -1, False
@@ -126,12 +124,17 @@ class Audits:
         preflight, config = self._preflight, self._config
         if preflight.coverage is Coverage.OFF:
             return False
-        if self.postponed or (preflight.coverage is None and not preflight.waits):
+        if self._owed.due(step) or (preflight.coverage is None and not preflight.waits):
             return True
         due = audit_due(
             step, audit_every=config.audit_every, checkpoint_every=config.checkpoint_every
         )
         return due and not self._backs_off(step)
+
+    def postpone(self, step: int) -> None:
+        """The audit of this step cannot be made; a later one makes up for it."""
+        every = self._config.audit_every or self._config.checkpoint_every
+        self._owed = self._owed.missed(step, every or LONGEST_WAIT)
 
     def _backs_off(self, step: int) -> bool:
         """Whether a due step is left out because replays ended with errors; asked once a step."""
@@ -198,7 +201,7 @@ class Audits:
         """
         step = window.step
         if self._exchange.anyone_joined():
-            self.postponed = True
+            self.postpone(step)
             reason = "a rank has run out of inputs; audits need every rank and wait for it"
             self._reporter.note_once("joined", reason)
             return Decision()
@@ -215,7 +218,7 @@ class Audits:
         if not equal:
             return self._apart(step)
         if self._preflight.coverage is None:
-            self.postponed = False
+            self._owed = Owed()
             with self._reporter.timed(Check.REPLAY, Phase.REPLAY):
                 go_on = self._preflight.run(step, own)
             self._say_who_differs(step)
@@ -258,15 +261,14 @@ class Audits:
         self._said = ranks
 
     def _not_recorded(self, window: StepWindow) -> Decision:
-        self.postponed = True
-        step = window.step
+        step, again = window.step, self._owed.misses > 0
+        self.postpone(step)
         why = self.obstacle(window)
         reasons = missing_ranks(self._exchange, f"the audit of step {step}", why)
         if COLLECTIVE in reasons.values():
             verdict = self._reporter.verdicts.without_record(step, reasons)
             self._ask_again(verdict, deterministic=False)
             return self._decide.say(verdict)
-        again, self._missing_since = self._missing_since == step - 1, step
         if again:  # said at the first of them; the rest is counted
             self._reporter.counted(Check.REPLAY, Outcome.NOT_RUN)
             return Decision()
@@ -274,7 +276,7 @@ class Audits:
 
     def _audit(self, step: int, own: OwnStep) -> Decision:
         preflight = self._preflight
-        self.postponed = False
+        self._owed = Owed()
         if preflight.coverage is Coverage.OUTPUTS_ONLY:
             own = replace(own, gradients=None)
         self._say_the_share(own)

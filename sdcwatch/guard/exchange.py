@@ -96,7 +96,7 @@ class Exchange(Protocol):
         ...
 
     def gather(self, message: bytes, operation: str, *, extra_seconds: float = 0.0) -> list[bytes]:
-        """The message of every rank, in rank order; `extra_seconds` as for `max_words`."""
+        """The message of every rank, in rank order; `extra_seconds` as for `max_int64s`."""
         ...
 
     def route(
@@ -210,8 +210,8 @@ class GlooExchange:
         Raises:
             RankGone: A rank did not answer.
         """
-        one = {rank: torch.ones(1, dtype=torch.uint8) for rank in partners}
-        got = {rank: torch.empty(1, dtype=torch.uint8) for rank in partners}
+        one = {rank: torch.ones(1, dtype=torch.uint8, device="cpu") for rank in partners}
+        got = {rank: torch.empty(1, dtype=torch.uint8, device="cpu") for rank in partners}
         self._await(lambda: self._messages(one, got), "sdcwatch.init")
 
     def max_int64s(
@@ -247,7 +247,8 @@ class GlooExchange:
             if group is None:
                 return DeviceResult(self._max(words), result, self._buffer, blocks=True)
             work = dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group, async_op=True)
-            blocks = dist.get_backend(group) != "nccl"
+            # Of a group for several kinds of device, get_backend names them all.
+            blocks = group._get_backend(words.device).name().lower() != "nccl"
             return DeviceResult(work, result, self._buffer, blocks=blocks)
 
         read = self._await(issue, operation).values()
@@ -274,10 +275,15 @@ class GlooExchange:
 
         Sizes travel first: a receive buffer smaller than the message aborts the process on gloo.
         """
-        sizes = {r: torch.tensor([t.numel()], dtype=torch.int64) for r, t in outgoing.items()}
-        expected = {r: torch.zeros(1, dtype=torch.int64) for r in incoming}
+        sizes = {
+            r: torch.tensor([t.numel()], dtype=torch.int64, device="cpu")
+            for r, t in outgoing.items()
+        }
+        expected = {r: torch.zeros(1, dtype=torch.int64, device="cpu") for r in incoming}
         self._await(lambda: self._messages(sizes, expected), operation)
-        buffers = {r: torch.empty(int(n), dtype=torch.uint8) for r, n in expected.items()}
+        buffers = {
+            r: torch.empty(int(n), dtype=torch.uint8, device="cpu") for r, n in expected.items()
+        }
         self._await(lambda: self._messages(outgoing, buffers), operation)
         return buffers
 

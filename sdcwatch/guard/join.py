@@ -66,6 +66,23 @@ class JoinableGuard(Joinable):
             raise ConfigurationError(msg)
         return _Shadow(self)
 
+    def require_joined(self, ddp: Any) -> None:
+        """Refuse a loop whose ranks run out of inputs one by one without the guard knowing.
+
+        Raises:
+            ConfigurationError: `Join` was given the model and not the guard, or the guard first.
+        """
+        theirs = ddp._join_config
+        if not theirs.enable or (self._join_config.enable and theirs.is_first_joinable):
+            return
+        got = "the guard first" if self._join_config.enable else "a Join without the guard"
+        msg = (
+            f"Expected uneven inputs under Join([ddp_model, guard]), but got {got}: the others "
+            "would wait for a rank that has no inputs left. Write `with Join([ddp_model, guard]):` "
+            "(torch.distributed.algorithms.Join) in the place of ddp_model.join()."
+        )
+        raise ConfigurationError(msg)
+
     @abstractmethod
     def others_synchronise(self) -> bool:
         """Whether the ranks that still train reduce gradients in this iteration."""

@@ -8,6 +8,7 @@ zeroed.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -170,6 +171,10 @@ class Snapshot(KeptAttributes):
             self._kept[id(parameter)].refill()
 
 
+KNOWN_FOR_ONE = 4
+"""Adopted optimizers of one parameter that are held: a loop may make a new one in every cycle."""
+
+
 class Adoption:
     """Guards optimizers that `init` was not given, as soon as they step a guarded parameter.
 
@@ -191,16 +196,28 @@ class Adoption:
     ) -> None:
         self._names = {id(p): n for n, p in named}
         self._hooks, self._session, self._say = hooks, session, say
+        self._adopted: list[OptimizerHooks] = []
+        self._said = weakref.WeakSet[torch.optim.Optimizer]()
         self._handle = register_optimizer_step_pre_hook(self._steps)
 
     def remove(self) -> None:
         """Look no more."""
         self._handle.remove()
+        for hooks in tuple(self._adopted):
+            self._drop(hooks)
+
+    def _drop(self, hooks: OptimizerHooks) -> None:
+        """Let go of one; if it steps again, it is found again."""
+        hooks.remove()
+        self._adopted.remove(hooks)
+        self._hooks.remove(hooks)
+        self._session.optimizers.remove(hooks.optimizer)
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(h.optimizer is optimizer for h in self._hooks):
             return
-        held = [self._names[id(p)] for p in parameters_of(optimizer) if id(p) in self._names]
+        guarded = [id(p) for p in parameters_of(optimizer) if id(p) in self._names]
+        held = [self._names[key] for key in guarded]
         if not held:
             return
         kind = type(optimizer).__name__
@@ -213,10 +230,15 @@ class Adoption:
             raise ConfigurationError(msg)
         _refuse_lbfgs(optimizer)
         inside = self._session.stepping  # made by one that is guarded
+        same = [h for h in self._adopted if not held_by([h.optimizer]).isdisjoint(guarded)]
+        for old in same[: 1 - KNOWN_FOR_ONE]:  # a loop that makes new ones lets go of the old ones
+            self._drop(old)
         self._session.optimizers.append(optimizer)
-        self._hooks.append(OptimizerHooks(optimizer, self._session))
-        if inside:
+        self._adopted.append(OptimizerHooks(optimizer, self._session))
+        self._hooks.append(self._adopted[-1])
+        if inside or optimizer in self._said:
             return
+        self._said.add(optimizer)
         more = f" and {len(held) - 1} more" if len(held) > 1 else ""
         self._say(
             f"{kind} steps {held[0]}{more}, and sdcwatch.init was not given it: its steps are "

@@ -520,7 +520,7 @@ def pack_or_nothing(micro_batch: MicroBatch) -> torch.Tensor:
     try:
         return pack(micro_batch)
     except NotTransportable:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def unpack_or_error(payload: torch.Tensor, device: torch.device) -> MicroBatch | str:

@@ -23,6 +23,10 @@ UNSURE = 4
 so many more whenever an update does not follow."""
 
 
+FORGET = 20
+"""Updates of one backward each, in a row, after which those of two are forgotten."""
+
+
 class SkipTracker:
     """Keeps count of skipped updates.
 
@@ -59,6 +63,7 @@ class SkipTracker:
         self._decided: torch.Tensor | None = None
         self._snapshots: dict[int, Snapshot] = {}
         self._halves, self._half = 0, False
+        self._whole = 0
         self.second = False
         self._said = False
         self._unsure = UNSURE
@@ -99,6 +104,9 @@ class SkipTracker:
     def updated(self) -> None:
         """The optimizer has stepped."""
         self._in_a_row = 0
+        self._whole = 0 if self.second else self._whole + 1
+        if self._whole >= FORGET:  # a person had loaded weights, now and then
+            self._halves = 0
         self._let_go()
 
     def skipped(self, step: int, decision: Decision) -> None:
@@ -167,6 +175,13 @@ class SkipTracker:
             snapshot.put_weights_back()
         self.carried = self.carried or decision
         self._zero_gradients()
+        if self._whole:  # the update before this one took one backward
+            self._reporter.note_once(
+                "two_calls",
+                "weights were moved after a backward whose update is skipped, as by the first call "
+                "of a sharpness-aware optimizer; they were put back. Load weights before the "
+                "backward of a step, or after its update",
+            )
 
     def _finite(self) -> bool:
         return not any(confirm_nonfinite(p.detach()) for _, p in self._guarded.named)

@@ -273,7 +273,8 @@ class StepController:
     def _nonfinite(self, window: StepWindow, own: RankFinite) -> Decision:
         if self._exchange.anyone_joined():
             return self._failed(self._reporter.verdicts.nonfinite(window.step, after_join()))
-        self.audits.postponed = self.audits.due(window.step)
+        if self.audits.due(window.step):
+            self.audits.postpone(window.step)
         self._reporter.flush()
         with self._reporter.timed(Check.NONFINITE, Phase.REPLAY):
             captured = window.micro_batches()

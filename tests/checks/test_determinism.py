@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import torch._dynamo  # seconds that would count against one test
 
 from sdcwatch.checks import determinism
-from sdcwatch.checks.determinism import DeterministicSwitches, EagerStance, environment_facts
+from sdcwatch.checks.determinism import DeterministicSwitches, environment_facts
 
 CPU = torch.device("cpu")
 
@@ -170,72 +168,6 @@ def test_a_variable_of_one_process_only_is_another_environment():
         "torch_compile_disable": "1",
         "mkl_cbwr": "AVX2",
     }
-
-
-def stance():
-    return torch._dynamo.eval_frame._stance.stance
-
-
-def test_compiled_code_runs_eagerly_in_between():
-    before, compilations = stance(), []
-
-    def backend(graph, inputs):
-        compilations.append(graph)
-        return graph.forward
-
-    double = torch.compile(lambda x: 2 * x, backend=backend)
-    eager = EagerStance()
-    eager.apply()
-    try:
-        assert (eager.applied, stance()) == (True, "force_eager")
-        assert double(torch.ones(2)).tolist() == [2, 2]
-        assert compilations == []
-    finally:
-        eager.restore()
-    assert (eager.applied, stance()) == (False, before)
-    assert double(torch.ones(2)).tolist() == [2, 2]
-    assert len(compilations) == 1
-
-
-def test_the_stance_is_applied_and_restored_once():
-    before, eager = stance(), EagerStance()
-    eager.restore()
-    eager.apply()
-    eager.apply()
-    eager.restore()
-    assert stance() == before
-    eager.restore()
-    assert stance() == before
-
-
-def test_the_stance_that_the_user_had_comes_back_also_after_an_exception():
-    eager = EagerStance()
-
-    def audit():
-        try:
-            eager.apply()
-            raise KeyError
-        finally:
-            eager.restore()
-
-    with torch.compiler.set_stance("eager_on_recompile"):
-        with pytest.raises(KeyError):
-            audit()
-        assert stance() == "eager_on_recompile"
-    assert stance() == "default"
-
-
-def test_an_applied_stance_is_the_first_to_load_the_compiler():
-    script = (
-        "import sys\n"
-        "from sdcwatch.checks.determinism import EagerStance\n"
-        "EagerStance().restore()\n"
-        "print('torch._dynamo' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "False\n"
 
 
 def test_another_number_of_threads_is_another_environment():

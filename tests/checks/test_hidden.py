@@ -66,6 +66,7 @@ def closures():
     meter, bank, table, slow = Meter(), [], {"a": 1}, nn.Linear(2, 2)
     array, drawn, dice = np.zeros(3), torch.Generator().manual_seed(1), random.Random(2)
     generator, slotted, number = np.random.default_rng(3), Slotted(), 0
+    legacy = np.random.RandomState(4)
 
     def between(x):
         nonlocal number
@@ -81,6 +82,7 @@ def closures():
         torch.randn(1, generator=drawn)
         dice.random()
         generator.random()
+        legacy.random()
         slotted.count += 1
 
     def state():
@@ -89,6 +91,7 @@ def closures():
             [t.detach().clone().tolist() for t in held],
             (number, dict(table), list(meter.rows), array.tolist(), slotted.count, Meter.seen),
             (drawn.get_state().tolist(), dice.getstate(), repr(generator.bit_generator.state)),
+            repr(legacy.get_state(legacy=False)),
             "flag" in slow.__dict__,
         )
 
@@ -157,17 +160,65 @@ def test_a_restored_tensor_that_a_graph_holds_can_still_be_differentiated():
 
 
 def test_what_is_too_large_to_be_kept_is_told():
-    large = torch.zeros(2 << 20)
+    large, table = torch.zeros(2 << 20), np.zeros(1 << 20)
 
     def between(x):
         large.add_(1)
+        table[5] += 1
 
     with HiddenState(Net(between)) as hidden:
         between(None)
-    assert hidden.lost == ("`large` in the closure of `between`",)
+    named = {f"`{name}` in the closure of `between`" for name in ("large", "table")}
+    assert {*hidden.lost} == named
 
 
-@pytest.mark.parametrize("make", [lambda: (k for k in range(9)), itertools.count])
+def test_a_large_array_that_did_not_move_is_not_told():
+    table = np.zeros(1 << 20)
+    with HiddenState(Net(lambda x: x + table[0])) as hidden:
+        pass
+    assert hidden.lost == ()
+
+
+def test_what_a_hook_of_a_parameter_keeps_stands_as_before():
+    norms, net = [], nn.Linear(2, 2)
+    net.weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+    with HiddenState(net) as hidden:
+        net(torch.ones(1, 2)).sum().backward()
+        assert norms
+    assert (norms, bool(hidden.moved)) == ([], True)
+
+
+class Fresh:
+    """A descriptor that makes a new value each time it is asked."""
+
+    def __get__(self, held, kind=None):
+        return object()
+
+
+def test_a_descriptor_of_a_class_stays_one():
+    class Scaled(nn.Module):
+        scale = Fresh()
+
+    before = vars(Scaled)["scale"]
+    with HiddenState(Scaled()) as hidden:
+        pass
+    assert (vars(Scaled)["scale"], hidden.moved) == (before, ())
+
+
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (k for k in range(9)),
+        itertools.count,
+        lambda: itertools.cycle([1, 2, 3]),
+        lambda: iter([1, 2, 3]),
+        lambda: map(abs, iter([1, 2, 3])),
+        lambda: zip(itertools.count(), range(5), strict=False),
+        lambda: enumerate("abc"),
+        lambda: itertools.islice(itertools.cycle("ab"), 1, None),
+    ],
+)
 def test_a_generator_of_python_that_a_call_advances_is_told_with_what_to_write(make):
     numbers = make()
     net = Net(lambda x: next(numbers))

@@ -357,6 +357,8 @@ def test_the_size_is_known_before_anything_is_packed():
     parts = payload_parts(micro_batch)
     assert sum(parts.values()) == packed_size(micro_batch)
     assert parts["gradients"] >= 6 * 4 * 4
+    with torch.device("meta"):  # a default of the user's is not that of a message
+        assert pack(micro_batch).device.type == "cpu"
 
 
 @pytest.mark.parametrize("place", [0, 20, 60, 700, -1])

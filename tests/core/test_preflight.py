@@ -10,6 +10,7 @@ from sdcwatch.core.preflight import (
     RINGS_TO_ARM,
     Backoff,
     FirstRings,
+    Owed,
     SelfAudit,
     audited_micro_batch,
     audited_share,
@@ -244,6 +245,16 @@ def test_errors_back_off_from_the_next_due_step_by_doubling():
     assert waits[:7] == [1, 2, 4, 8, 16, 32, LONGEST_WAIT]
     assert max(waits) == LONGEST_WAIT
     assert backoff.succeeded() == Backoff()
+
+
+def test_an_audit_that_is_owed_is_tried_at_the_next_step_and_then_ever_more_rarely():
+    owed, tried = Owed().missed(10, 20), []
+    for step in range(11, 120):
+        if owed.due(step):
+            tried.append(step)
+            owed = owed.missed(step, 20)
+    assert tried == [11, 13, 17, 25, 41, 61, 81, 101]
+    assert not Owed().due(11)
 
 
 def test_only_the_first_error_in_a_row_is_an_alarm():

@@ -127,12 +127,6 @@ def test_one_agreeing_rank_that_answers_is_enough(topology):
     assert judge_audit(facts(repeats=repeats), topology("3x2")).outcome is Outcome.SUSPECT
 
 
-def test_unequal_weights_make_the_audit_void_whatever_else_is_there(topology):
-    judgement = judge_audit(facts(weights_equal=False, transport=(0,)), topology("3x2"))
-    assert judgement.outcome is Outcome.VOID
-    assert judgement.named == judgement.strikes == judgement.ranks == ()
-
-
 def test_a_damaged_payload_names_no_device(topology):
     judgement = judge_audit(facts(mismatches=(), transport=(3,)), topology("3x2"))
     assert judgement.outcome is Outcome.TRANSPORT

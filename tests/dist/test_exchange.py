@@ -76,7 +76,7 @@ def everywhere(request: pytest.FixtureRequest) -> Callable[[Body, int], list[Any
     return lambda body, world: pool.run(on_gloo, world, body.__name__)
 
 
-def test_max_words_takes_the_largest_of_each(everywhere: Callable[[Body, int], list[Any]]) -> None:
+def test_max_int64s_takes_the_largest_of_each(everywhere: Callable[[Body, int], list[Any]]) -> None:
     assert everywhere(maximum, 3) == [(2, 0, NEUTRAL, 2**62)] * 3
 
 

@@ -80,7 +80,7 @@ def test_why_a_rank_cannot_be_replayed_is_told_by_that_rank_alone() -> None:
 
     rows = investigate(4, 4, own)
 
-    assert all(calls == ["gather", "max_words", "max_words"] for _, calls, _ in rows)
+    assert all(calls == ["gather", "max_int64s", "max_int64s"] for _, calls, _ in rows)
     assert {j.reason for j, _, _ in rows} == {rows[0][0].reason}
     assert rows[0][0].outcome is Outcome.UNATTRIBUTED
     assert "rank 2 cannot be replayed: 2 earlier ones were not kept" in rows[0][0].reason

@@ -127,7 +127,7 @@ def test_a_clean_audit_passes_with_two_routes_and_one_maximum(layout: str) -> No
     result = agreed(rows)
     assert (result.judgement.outcome, result.comparisons) == (Outcome.PASS, ())
     assert result.total == sum(LAYOUTS[layout])
-    assert all(made == ["route", "route", "max_words"] for made in calls)
+    assert all(made == ["route", "route", "max_int64s"] for made in calls)
 
 
 @pytest.mark.parametrize(("layout", "rank"), every_rank())

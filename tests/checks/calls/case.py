@@ -42,7 +42,6 @@ class Case:
         ddp: Options of DistributedDataParallel.
         reason: Part of the reason in which every audit ends; "" if each repeats bit for bit.
         sometimes: The reason appears on some audits only.
-        hooks_run_again: A hook of the user's has effects of its own, also in a replay.
         raises: Part of the exception in which the first step ends; "" for none.
         refused: The module cannot be captured, and this is said.
     """
@@ -54,7 +53,6 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     sometimes: bool = False
-    hooks_run_again: bool = False
     raises: str = ""
     refused: bool = False
 

@@ -508,7 +508,7 @@ CASES = (
     ),
     Case("hooks on parameters that clamp", hooked(clamp), CLASSIFY),
     Case("hooks on parameters that clamp, later", LOGITS, hooked_late(clamp)),
-    Case("hooks on parameters that count", hooked(count), CLASSIFY, hooks_run_again=True),
+    Case("hooks on parameters that count", hooked(count), CLASSIFY),
     Case(
         "an update inside the backward",
         LOGITS,
