@@ -52,6 +52,7 @@ from sdcwatch.checks.captured import (
     InertCopyHook,
     Kept,
     Replicas,
+    Signatures,
     held_bytes,
     outputs_of,
 )
@@ -81,7 +82,6 @@ _IN_A_CUDA_GRAPH = (
     "a replay of the graph runs no hook, so nothing would be checked. Train without the capture; "
     'torch.compile(mode="reduce-overhead") makes graphs of the parts in between, and is guarded.'
 )
-_MOST_SIGNATURES = 512
 _NOT_KEPT = "the micro-batch was not kept: it is larger than the limit"
 
 
@@ -98,7 +98,7 @@ class CallCapture:
         max_kept_bytes: What plain steps and `keep` may hold at most.
 
     Attributes:
-        signatures: Of a compiled module: the kinds of inputs seen so far, in order; "" otherwise.
+        signatures: The kinds of inputs of a compiled module, in order.
     """
 
     def __init__(  # noqa: PLR0913 - most of it by name
@@ -135,8 +135,7 @@ class CallCapture:
         self._places: dict[nn.Module, tuple[int, int]] = {}
         self._wrapped: Callable[..., Any] | None = None
         self._region: tuple[Node | None, int, int] = (None, 0, 0)
-        self._signatures: dict[str, None] = {}
-        self.signatures = ""
+        self.signatures = Signatures(module)
         self._key = f"sdcwatch.{id(self)}"
         self.compiled = internals.is_compiled(module)
         self.failure = ""
@@ -221,7 +220,7 @@ class CallCapture:
         if internals.in_functorch():
             return
         if self.compiled:
-            self._note_signature(args, kwargs)
+            self.signatures.note(args, kwargs)
         if not torch.is_grad_enabled() or replaying():
             return
         if internals.capturing_cuda_graph():
@@ -367,14 +366,6 @@ class CallCapture:
                 if following is not None and (edge := Edge(following, index)) in wanted:
                     readers.setdefault(edge, []).append((node, place))
         return readers
-
-    def _note_signature(self, args: Any, kwargs: Any) -> None:
-        told = [torch.is_grad_enabled(), self.module.training]
-        shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in tensors_in((args, kwargs))]
-        signature = repr((told, shapes))
-        if signature not in self._signatures and len(self._signatures) < _MOST_SIGNATURES:
-            self._signatures[signature] = None
-            self.signatures = "\n".join(self._signatures)
 
     def _region_number(self, record: CallRecord) -> int:
         """The same number for calls that share one region of autocast and its casts."""
@@ -541,7 +532,7 @@ class CallCapture:
             len(arrivals),
             audited,
             functools.partial(
-                make_micro_batch, window, held, self.state, self.signatures, failure or missed
+                make_micro_batch, window, held, self.state, self.signatures.text, failure or missed
             ),
             functools.partial(held_bytes, held),
             probes=[probe for record in arrivals for probe in record.probes],

@@ -91,6 +91,34 @@ class Kept:
     dropped: int
 
 
+_MOST_SIGNATURES = 512
+
+
+class Signatures:
+    """The kinds of inputs that a compiled module was called with: they decide about its kernels.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        text: All of them, in the order in which they came first; "" of one that is not compiled.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._seen: set[str] = set()
+        self.text = ""
+
+    def note(self, args: Any, kwargs: Any) -> None:
+        """A call begins."""
+        told = [torch.is_grad_enabled(), self._module.training]
+        shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in tensors_in((args, kwargs))]
+        signature = repr((told, shapes))
+        if signature not in self._seen and len(self._seen) < _MOST_SIGNATURES:
+            self._seen.add(signature)
+            self.text += f"{signature}\n"
+
+
 class Replicas:
     """Which parameters of a module other ranks hold too.
 

@@ -229,7 +229,7 @@ class Replayer:
             return micro_batch.problem
         if not micro_batch.calls:
             return "no call of the module got a gradient"
-        if micro_batch.signatures != self.capture.signatures:
+        if micro_batch.signatures != self.capture.signatures.text:
             return "the compiled module has seen other shapes here, so its code may differ"
         here = numeric_environment()
         for call in () if options.any_environment else micro_batch.calls:
