@@ -36,7 +36,7 @@ from sdcwatch.core.arbitration import DOMAINS_EXPLAINED, REPEATS
 from sdcwatch.core.history import Device, History, device_of
 from sdcwatch.core.records import Cause, Check, Origin, Outcome
 from sdcwatch.core.replay import LISTED, second_strike
-from sdcwatch.core.text import list_ranks
+from sdcwatch.core.text import count, list_names, list_ranks
 from sdcwatch.core.topology import DOMAINS_TO_NAME, Topology, partners
 
 REPLAYED = 8
@@ -190,10 +190,11 @@ class _Sight:
 def _why_not_reduced(fact: RankFinite, ranks: Sequence[int]) -> str:
     named = list(fact.not_reduced[:NAMES_SHOWN])
     more = fact.not_reduced_total - len(named)
-    without = f", without {', '.join(named)}{f' and {more} more' if more > 0 else ''}"
+    listed = f"{', '.join(named)} and {more} more" if more > 0 else list_names(named or ("",))
+    buckets = f"{fact.buckets_reduced} of {count(fact.buckets_expected, 'bucket')}"
     return (
-        f"gradients not reduced: {fact.buckets_reduced} of {fact.buckets_expected} buckets on "
-        f"{list_ranks(ranks)}{without if named else ''}; software, no device: call the DDP model "
+        f"gradients not reduced: {buckets} on {list_ranks(ranks)}"
+        f"{f', without {listed}' if named else ''}; software, no device: call the DDP model "
         "itself, as model(batch), and not model.module(batch), and leave no_sync for the last "
         "micro-batch"
     )

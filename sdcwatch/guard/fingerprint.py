@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,6 +128,7 @@ class WeightCheck:
         exchange = self._replicas.exchange
         kept = differing[: tensors_gathered(exchange.world_size)]
         names = [every[i] for i in kept]
+        spoken = {name: self._replicas.spoken(name) for name in every}
         own = OptimizerFacts() if software is None else software.facts(names)
         message = pack_fingerprints([pairs[i] for i in kept], own)
         rows = exchange.gather(message, operation)
@@ -139,14 +140,13 @@ class WeightCheck:
             since=None if software is None else software.since,
             tensors_total=len(every),
             differing_total=len(differing),
-            trained=() if software is None else software.trained(),
+            trained=() if software is None else _spoken_sets(software.trained(), spoken),
         )
-        judgement = judge_fingerprints(names, tables, software=facts)
-        notes = self._describe(judgement.disagreements[:DESCRIBED], operation)
-        noted = [
-            replace(d, tensor=self._replicas.spoken(d.tensor), note=notes.get(d.tensor, ""))
-            for d in judgement.disagreements
-        ]
+        judgement = judge_fingerprints([spoken[n] for n in names], tables, software=facts)
+        raw = {spoken[name]: name for name in names}
+        found = [replace(d, tensor=raw[d.tensor]) for d in judgement.disagreements[:DESCRIBED]]
+        notes = self._describe(found, operation)
+        noted = [replace(d, note=notes.get(raw[d.tensor], "")) for d in judgement.disagreements]
         return replace(judgement, disagreements=tuple(noted))
 
     def _numbers(
@@ -234,6 +234,12 @@ def unpack_fingerprints(message: bytes) -> tuple[list[tuple[int, int]], Optimize
         untouched=untouched,
     )
     return list(_PAIR.iter_unpack(message[_HEAD.size :])), facts
+
+
+def _spoken_sets(
+    trained: Sequence[Collection[str]], spoken: Mapping[str, str]
+) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(spoken.get(n, n) for n in names) for names in trained)
 
 
 def _word(pair: tuple[int, int]) -> int:

@@ -118,6 +118,7 @@ class NonfiniteInvestigation:
         rows = self._exchange.gather(pack_facts(own, len(micro_batches)), operation)
         facts, kept = unpack_facts(rows)
         facts = self._with_reasons(facts, own, operation)
+        facts = self._with_names(facts, own, operation)
         counts = [0] * len(kept) if local is False else kept
         self._stopping = ReplayOptions(forbid_collectives=True, where_eager=local is not None)
         if not any(f.reduced or f.loss for f in facts):
@@ -170,6 +171,20 @@ class NonfiniteInvestigation:
             replace(f, not_replayable=known[f.rank].decode()) if f.rank in known else f
             for f in facts
         ]
+
+    def _with_names(
+        self, facts: Sequence[RankFinite], own: RankFinite, operation: str
+    ) -> list[RankFinite]:
+        """Which parameters the first rank that did not reduce all left out. Every rank calls it."""
+        first = next((f.rank for f in facts if f.buckets_reduced < f.buckets_expected), None)
+        if first is None:
+            return list(facts)
+        text = json.dumps((own.not_reduced, own.not_reduced_total)).encode()
+        told = {0: text} if own.rank == first else {}
+        (shared,) = share_bytes(self._exchange, told, 1, operation)
+        names, total = json.loads(shared)
+        named = replace(facts[first], not_reduced=tuple(names), not_reduced_total=total)
+        return [named if f.rank == first else f for f in facts]
 
     def _traced(
         self,

@@ -200,9 +200,13 @@ def _expected_elements(guarded: Guarded) -> int:
 
 
 def _not_reduced(guarded: Guarded, probes: GradientProbes) -> list[str]:
-    """Names of the parameters that no bucket of this backward held."""
+    """Names of the parameters that no bucket of this backward held; first those without gradient.
+
+    One of these keeps a whole bucket from its reduction.
+    """
     reduced = probes.reduced_parameters()
-    return [n for n, p in _expected(guarded) if id(p) not in reduced]
+    missing = [(n, p) for n, p in _expected(guarded) if id(p) not in reduced]
+    return [n for n, p in sorted(missing, key=lambda one: one[1].grad is not None)]
 
 
 def weights_nonfinite(

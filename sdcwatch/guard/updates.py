@@ -81,11 +81,11 @@ class UpdateLog:
     def stepped(self, optimizer: Any, *, skipped: bool) -> None:
         """An optimizer has stepped, or was made to skip."""
         before, self._gradients_before = self._gradients_before, {}
-        for name, version in self._gradient_versions().items() if before else ():
-            self._gradient_writes[name] += version - before.get(name, version)
-        if skipped:
+        if skipped:  # what was written into its gradients has moved nothing
             self._skips += 1
             return
+        for name, version in self._gradient_versions().items() if before else ():
+            self._gradient_writes[name] += version - before.get(name, version)
         self._untouched = False
         self._updates += 1
         for group in getattr(optimizer, "param_groups", ()):

@@ -140,7 +140,6 @@ def numbers(world, **other):
     ("field", "value", "says"),
     [
         ("updates", 41, "updates made: 42 on ranks 0, 1, 2, 4 and 5, 41 on rank 3"),
-        ("skips", 2, "updates skipped: 1 on ranks 0, 1, 2, 4 and 5, 2 on rank 3"),
         ("scale", 128.0, "GradScalers: 256.0 on ranks 0, 1, 2, 4 and 5, 128.0 on rank 3"),
         ("rates", 0.5, "added up: None on ranks 0, 1, 2, 4 and 5, 0.5 on rank 3"),
         ("loaded", "ff", "as it was loaded: ranks 0, 1, 2, 4 and 5 against rank 3"),
@@ -158,6 +157,18 @@ def test_other_numbers_of_the_optimizer_are_software_and_nobodys_device(field, v
     assert says in judgement.reason
     equal = SoftwareFacts(optimizers=numbers(6), trained=TRAINED)
     assert list(judge_fingerprints(NAMES, tables, software=equal).named) == [3]
+
+
+def test_skips_are_told_where_updates_differ_too():
+    said = differing_facts(numbers(6, r3=replace(EQUAL, updates=43, skips=0)))
+    assert said[1] == "updates skipped: 1 on ranks 0, 1, 2, 4 and 5, 0 on rank 3"
+
+
+def test_a_script_that_leaves_out_what_the_guard_skips_explains_nothing():
+    facts = numbers(6, r3=replace(EQUAL, skips=0))
+    tables = replicas(6, r3=((9, 9), (3, 4)))
+    judgement = judge_fingerprints(NAMES, tables, software=SoftwareFacts(optimizers=facts))
+    assert list(judgement.named) == [3]
 
 
 def test_a_scaler_that_lives_on_some_ranks_only_explains_nothing():

@@ -120,26 +120,28 @@ def test_a_checkpoint_is_saved_at_a_clean_audit_and_provisional_until_the_next(
     )
 
 
-def withheld(rank: int, group: Any, run_dir: str, why: str) -> tuple[bool, list[Any]]:
+def withheld(rank: int, group: Any, run_dir: str, why: str) -> tuple[bool, list[Any], str]:
     options: dict[str, Any] = {
         "too old": {"max_audit_age": 1},
         "not finite": {},
         "audit failed": {},
+        "suspect": {},
         "tainted": {"mode": "observe", "fingerprint_every": 3},
         "weights": {"mode": "observe"},
     }[why]
     loop = Loop(rank, group, run_dir, **options)
     if why == "not finite":
         loop.nan_at = {6}
-    if why == "audit failed":
+    if why in ("audit failed", "suspect"):
         loop.wrong_at = {8}
     loop.advance(5)
     if why in ("tainted", "weights") and rank == 1:
         loop.net.weight.data[0, 0] += 1.0
-    loop.advance(8 if why == "audit failed" else 7 if why == "tainted" else 6)
+    loop.advance({"audit failed": 8, "suspect": 10, "tainted": 7}.get(why, 6))
     saved = loop.save()
     loop.guard.close()
-    return saved, loop.told()
+    (event,) = [r for r in loop.memory.records if isinstance(r, CheckpointEvent)]
+    return saved, loop.told(), event.detail
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,7 @@ def withheld(rank: int, group: Any, run_dir: str, why: str) -> tuple[bool, list[
         ("too old", (6, "withheld", "audit_too_old", 2)),
         ("not finite", (6, "withheld", "nonfinite", 2)),
         ("audit failed", (8, "withheld", "replay", None)),  # nothing before it counts any more
+        ("suspect", (10, "withheld", "suspect", None)),  # two steps after it was named
         ("tainted", (7, "withheld", "tainted", 3)),
         ("weights", (6, "withheld", "tainted", 2)),
     ],
@@ -155,7 +158,10 @@ def withheld(rank: int, group: Any, run_dir: str, why: str) -> tuple[bool, list[
 def test_a_checkpoint_that_a_check_does_not_stand_behind_is_withheld_with_the_reason(
     pool: GlooPool, tmp_path: Path, why: str, told: tuple[int, str, str, int]
 ) -> None:
-    assert pool.run(withheld, WORLD, str(tmp_path), why) == [(False, [told])] * WORLD
+    rows = pool.run(withheld, WORLD, str(tmp_path), why)
+    assert [row[:2] for row in rows] == [(False, [told])] * WORLD
+    if told[2] in ("suspect", "replay"):
+        assert "rank 1 on n1 (" in rows[0][2], "who was named"
     assert files(tmp_path) == []
 
 

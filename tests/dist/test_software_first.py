@@ -27,6 +27,9 @@ ODD, AT = 1, 3
 class Script:
     """A plain loop; a case replaces a part of it on rank `ODD`."""
 
+    spoilt: tuple[int, int] | None = None
+    """A rank and a step with bad data."""
+
     def __init__(self, rank: int, group: Any) -> None:
         torch.manual_seed(0)
         self.rank = rank
@@ -58,6 +61,12 @@ class SkipsAnUpdate(Script):
     def update(self, step: int) -> None:
         if not self.now(step):
             super().update(step)
+
+
+class SkipsAfterTheGuard(SkipsAnUpdate):
+    """The guard has skipped one for all, because of bad data of another rank."""
+
+    spoilt = (2, 2)
 
 
 class StepsTwice(Script):
@@ -193,6 +202,21 @@ class Edited(Script):
                 self.net[2].bias.add_(0.5)
 
 
+class EditedTied(Script):
+    def __init__(self, rank: int, group: Any) -> None:
+        super().__init__(rank, group)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.net[2].weight = self.net[0].weight
+        self.model = DistributedDataParallel(self.net, process_group=group)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+
+    def update(self, step: int) -> None:
+        super().update(step)
+        if self.now(step):
+            with torch.no_grad():
+                self.net[2].weight[0].add_(0.5)
+
+
 class Clamped(Script):
     def update(self, step: int) -> None:
         super().update(step)
@@ -210,6 +234,10 @@ class GradientOfOneLayer(Script):
 
 CASES: dict[str, tuple[type[Script], str]] = {
     "skips an update": (SkipsAnUpdate, "updates made: 4 on ranks 0 and 2, 3 on rank 1"),
+    "skips an update, after one that the guard skipped": (
+        SkipsAfterTheGuard,
+        "updates made: 3 on ranks 0 and 2, 2 on rank 1",
+    ),
     "steps twice": (StepsTwice, "updates made: 4 on ranks 0 and 2, 5 on rank 1"),
     "another learning rate": (
         Rate,
@@ -232,6 +260,7 @@ CASES: dict[str, tuple[type[Script], str]] = {
     "optimizer loaded on one rank, after init": (OptimizerLoadedLater, "as it was loaded"),
     "momentum loaded on one rank": (MomentumLoaded, "as it was loaded: ranks 0 and 2 against"),
     "weights edited": (Edited, "in-place writes into these weights"),
+    "a tied weight edited": (EditedTied, "(0.weight (also 2.weight))"),
     "weights clamped": (Clamped, "in-place writes into these weights"),
     "the gradient of one layer": (GradientOfOneLayer, "in-place writes into their gradients"),
 }
@@ -257,7 +286,9 @@ def go(rank: int, group: Any, run_dir: str, name: str) -> Any:
         for step in range(1, 9):
             script.optimizer.zero_grad()
             draw = torch.Generator().manual_seed(10 * step + rank)
-            script.model(torch.randn(3, 4, generator=draw)).square().mean().backward()
+            x = torch.randn(3, 4, generator=draw)
+            x = x * torch.nan if (rank, step) == script.spoilt else x
+            script.model(x).square().mean().backward()
             script.update(step)
     except CorruptionDetected as error:
         verdict = error.verdict
@@ -282,11 +313,6 @@ def test_m08_software_divergence_is_told_with_the_evidence_and_is_nobodys_device
     assert CASES[name][1] in reason, reason
 
 
-def broken_cell(rank: int, group: Any, run_dir: str) -> Any:
-    CASES["broken"] = (BrokenCell, "")
-    return go(rank, group, run_dir, "broken")
-
-
 class BrokenCell(Script):
     """Bits that change without any code of the script's: `.data` is not counted."""
 
@@ -296,10 +322,26 @@ class BrokenCell(Script):
             self.net[0].weight.data[1, 2] += 0.5
 
 
+class BrokenCellAfterASkip(BrokenCell):
+    """The script leaves out by itself what the guard skips: the rank sees that its loss is NaN."""
+
+    spoilt = (ODD, 2)
+
+    def update(self, step: int) -> None:
+        if (self.rank, step) != self.spoilt:
+            super().update(step)
+
+
+def broken_cell(rank: int, group: Any, run_dir: str, kind: str) -> Any:
+    CASES[kind] = (globals()[kind], "")
+    return go(rank, group, run_dir, kind)
+
+
+@pytest.mark.parametrize("kind", ["BrokenCell", "BrokenCellAfterASkip"])
 def test_a_broken_memory_cell_with_equal_software_is_still_a_device(
-    pool: GlooPool, tmp_path: Path
+    pool: GlooPool, tmp_path: Path, kind: str
 ) -> None:
-    outcome, cause, suspects, code, reason = pool.run(broken_cell, 3, str(tmp_path))[2]
+    outcome, cause, suspects, code, reason = pool.run(broken_cell, 3, str(tmp_path), kind)[2]
     assert (outcome, [s.rank for s in suspects], code) == (Outcome.SUSPECT, [ODD], 80)
     assert cause is Cause.NONE
     assert "0.weight" in reason

@@ -86,6 +86,17 @@ def test_why_a_rank_cannot_be_replayed_is_told_by_that_rank_alone() -> None:
     assert "rank 2 cannot be replayed: 2 earlier ones were not kept" in rows[0][0].reason
 
 
+def test_which_parameters_were_not_reduced_is_told_by_the_first_rank_that_left_some_out() -> None:
+    own = dict.fromkeys(range(4), replace(CLEAN, buckets_reduced=3, buckets_expected=3))
+    short = replace(own[2], buckets_reduced=2, not_reduced=("a", "b", "c"), not_reduced_total=5)
+
+    for judgement, _, _ in investigate(4, 4, {**own, 2: short, 3: replace(short, not_reduced=())}):
+        assert judgement.outcome is Outcome.NOT_REDUCED
+        assert judgement.reason.startswith(
+            "gradients not reduced: 2 of 3 buckets on ranks 2 and 3, without a, b, c and 2 more; "
+        )
+
+
 def test_without_another_domain_a_few_ranks_replay_their_own() -> None:
     flagged = replace(CLEAN, local=True, reduced=True, loss_scaled=True, nan=True)
     facts = [replace(flagged, rank=r) for r in range(40)]

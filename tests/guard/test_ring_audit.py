@@ -249,6 +249,8 @@ def test_what_arrives_damaged_is_called_transport_and_names_no_device(
     assert (result.judgement.outcome, result.judgement.named) == (Outcome.TRANSPORT, ())
     (comparison,) = result.comparisons
     assert (comparison.replayer, comparison.note) == (receiver, "transport")
+    pair = f"the payload of rank {comparison.producer} to rank {receiver} arrived damaged"
+    assert pair in result.judgement.reason
 
 
 def test_a_micro_batch_that_does_not_pickle_is_not_run_and_says_where() -> None:
