@@ -233,6 +233,8 @@ def _contiguous_words(flat: torch.Tensor, count: int) -> torch.Tensor:
     last = flat.shape[-1] * flat.element_size() if flat.dim() else 1
     if last % _WORD_BYTES or flat.nbytes != count * _WORD_BYTES or not flat.is_contiguous():
         return _words(flat)
+    if 1 in flat.shape:  # the stride there may be odd, which `view` refuses
+        return _words(flat)
     aligned = flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0
     return flat.view(torch.int64) if aligned else _words(flat)
 

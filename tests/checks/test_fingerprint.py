@@ -169,6 +169,14 @@ def test_channels_last_transposed_and_expanded_tensors_count_as_their_elements()
     assert equal(row.expand(5, 37), row.expand(5, 37).contiguous())
 
 
+def test_dimensions_of_one_element_may_have_any_stride() -> None:
+    row = torch.arange(16.0)  # as the momentum of a layer with one output has it
+    for shape, strides in (((1, 16), (1, 1)), ((2, 1, 8), (8, 3, 1)), ((1, 1), (5, 7))):
+        odd = row.as_strided(shape, strides)
+        assert torch.equal(digest_tensor(odd), digest_tensor(odd.clone().reshape(-1)))
+        assert torch.equal(digest_tensors([odd]), digest_tensor(odd)[None])
+
+
 def test_pending_conjugation_and_negation_count_as_done() -> None:
     tensor = torch.randn(33, dtype=torch.complex64)
     assert equal(tensor.conj(), tensor.conj().resolve_conj())
