@@ -201,9 +201,10 @@ def judge_preflight(
 def _kept_outside(rows: Sequence[SelfAudit], ranks: Sequence[int]) -> str:
     """What the forward was seen to move outside of the module, and what to write instead."""
     found = next((row.hidden for row in rows if row.rank in ranks and row.hidden), ())
+    keep = "keep it in a buffer or an attribute of the module"
     if not found:
-        return ""
-    return f" ({list_names(found)}): keep it in a buffer or an attribute of the module"
+        return f": {keep}, and draw from the default generators"
+    return f" ({list_names(found)}): {keep}"
 
 
 def _could_not_run(rows: Sequence[SelfAudit]) -> str | None:
