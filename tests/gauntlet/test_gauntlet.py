@@ -43,6 +43,7 @@ STOOD_FOR = {
     "a memory bank in a list of tensors": "a memory bank that is used once it is full",
     "a number of micro-batches that changes from step to step": "accumulation under no_sync",
     "a parameter that the forward clamps": "a momentum encoder that the forward moves",
+    "a schedule in the loss": "a counter and a schedule in attributes",
     "a sum whose order differs on one rank": (
         "a scale that one rank reads from its own configuration"
     ),
@@ -51,18 +52,28 @@ STOOD_FOR = {
         "statistics over ranks in the forward (SyncBatchNorm)"
     ),
     "accumulation without no_sync": "accumulation under no_sync",
+    "adversarial inputs from a first backward on the bare model": (
+        "a penalty by autograd.grad before the backward"
+    ),
     "an LSTM": "a transformer layer with SDPA and dropout",
+    "an input buffer that is refilled before the backward": (
+        "one input buffer, filled anew in place"
+    ),
     "batches that are skipped after the forward": (
         "epochs that end early, with a forward that is never gone through backward"
     ),
     "class weights from each rank's own data": "a weight of each rank's own on the loss",
     "many small buckets": "gradient_as_bucket_view",
+    "mixup with NumPy": "noise from NumPy",
+    "no broadcast of buffers": "BatchNorm",
     "noise from a NumPy generator in an attribute, seeded by rank": (
         "noise from a generator in an attribute, seeded by rank"
     ),
+    "noise on the gradients before the step": "retain_grad and hooks on the outputs",
     "one more term on one rank": "a weight of each rank's own on the loss",
     "outputs in a dictionary": "outputs in a named tuple, one unused",
     "outputs kept in an attribute for metrics": "outputs kept in a dictionary of the module",
+    "set_to_none=False": "accumulation in half precision",
 }
 """Loops that run by command alone, each with one of its kind that runs here or in `test_trials`."""
 BROKEN_IN_CI = (
