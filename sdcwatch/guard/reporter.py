@@ -1,8 +1,8 @@
 """Turns what the guard learns into records, and hands them on.
 
 Passes are counted and go out about once a second as one `Progress` record; everything else goes out
-at once. `events.jsonl` is written and flushed here, on the training thread, because it must hold
-the truth if the process dies in the next collective; every other sink has a thread of its own.
+at once. `events.jsonl` is waited for on the training thread, because it must hold the truth if the
+process dies in the next collective; but not for a file system that has stalled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sdcwatch.core.replay import Named
 from sdcwatch.core.summary import RunSummary
 from sdcwatch.core.text import line_of, list_ranks
 from sdcwatch.core.topology import Topology
-from sdcwatch.sinks.jsonl import write_summary
+from sdcwatch.sinks.jsonl import SummaryFile
 
 if TYPE_CHECKING:
     from sdcwatch.guard.replay import AuditResult
@@ -145,8 +145,9 @@ class Reporter:
         start_step: int,
     ) -> None:
         self._sink, self.verdicts = sink, verdicts
-        self._summary_path, self._leader = summary_path, leader
+        self._leader = leader
         self._run_dir = None if summary_path is None else summary_path.parent
+        self._summary = None if self._run_dir is None else SummaryFile(self._run_dir)
         self._last = time.monotonic()
         self._said: set[str] = set()
         self.window = Window(start_step + 1)
@@ -308,19 +309,18 @@ class Reporter:
 
     def _unwritten(self) -> list[str]:
         """Files of the run directory that lack something."""
-        log = [c for c in self._sink.counts if c.sink == "jsonl" and any(c.dropped.values())]
-        summary = [] if self._summary_path is not None else ["summary.json"]
-        return ["events.jsonl"] * bool(log) + summary
+        logs = [c for c in self._sink.counts if c.sink == "jsonl"]
+        behind = any(log.lost or log.stalled for log in logs)
+        written = self._summary is None or self._summary.complete
+        return ["events.jsonl"] * behind + ["summary.json"] * (not written)
 
     def _write_summary(self) -> None:
-        if self._summary_path is None:
+        # Neither a full disk nor one that stalls stops the run; the event log counts for itself.
+        if self._summary is None or self._summary.problem:
             return
-        try:
-            write_summary(self._summary_path.parent, self._sink.summary)
-        except OSError as error:
-            # A full disk must not stop the run; the event log counts its own failures.
-            self._summary_path = None
-            LOG.error("cannot write the summary any more (%s)", error.strerror)
+        self._summary.write(self._sink.summary)
+        if self._summary.problem:
+            LOG.error("cannot write the summary any more (%s)", self._summary.problem)
 
 
 class ConsoleHandler(logging.Handler):

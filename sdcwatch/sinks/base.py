@@ -133,6 +133,7 @@ class SinkCounts:
         events: Records given to it.
         dropped: Records it lost, by why.
         waiting: Records that wait for it.
+        stalled: It was waited for in vain, and has not caught up since.
         last_error: Class name of the last exception it raised; never its text, which may quote a
             URL or a header.
     """
@@ -141,6 +142,7 @@ class SinkCounts:
     events: int = 0
     dropped: dict[DropReason, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     waiting: int = 0
+    stalled: bool = False
     last_error: str = ""
 
     @property

@@ -1,11 +1,12 @@
-"""Hands records to sinks without ever making the training thread wait for one.
+"""Hands records to sinks without ever making the training thread wait long for one.
 
-Sinks that must be durable (`direct`: the event log) are written on the calling thread. Each other
-sink has a bounded queue and one worker thread of its own: with one thread for all, a W&B call that
-blocks for a minute would freeze /metrics for that minute. A full queue loses the new record and
-counts it. The stream is folded here, once: summary.json, gauges and W&B all take the run so far
-from it. A forked child (a DataLoader worker) has none of the threads and must not report the
-parent's run a second time: in it every method does nothing.
+Each sink has a bounded queue and one worker thread of its own: with one thread for all, a W&B call
+that blocks for a minute would freeze /metrics for that minute. A full queue loses the new record
+and counts it. Sinks that must be durable (`direct`: the event log) are waited for, until one
+stalls: from then on nobody waits for it until it has caught up. The stream is folded here, once:
+summary.json, gauges and W&B all take the run so far from it. A forked child (a DataLoader worker)
+has none of the threads and must not report the parent's run a second time: in it every method does
+nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 from sdcwatch.core.summary import RunSummary
 from sdcwatch.sinks.base import BaseSink, Sink, SinkCounts, catalogue_name, completed
 from sdcwatch.sinks.jsonl import RunSoFar
+from sdcwatch.sinks.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     _Queue: TypeAlias = "queue.Queue[_Given | None]"
 
 _POLL_SECONDS = 0.005
+_MOMENT_SECONDS = 0.01
 _MARGIN_SECONDS = 0.25  # what a sink may be late by before its thread is left behind
 
 
@@ -64,6 +67,13 @@ class SinkWorker:
         except queue.Full:
             self.counts.dropped["queue_full"] += 1
         self.counts.waiting = self._queue.qsize()
+
+    def wait(self) -> None:
+        """Wait until all has been served; only a moment for a sink that has stalled."""
+        served = self._queue.all_tasks_done
+        seconds = _MOMENT_SECONDS if self.counts.stalled else PATIENCE_SECONDS
+        with served:
+            self.counts.stalled = not served.wait_for(lambda: not self.pending, seconds)
 
     def begin_close(self, seconds: float) -> None:
         """Let the thread drain the queue and close the sink, without waiting for it."""
@@ -130,16 +140,17 @@ class Dispatcher:
     """Gives each record to every sink. `emit` never raises, and waits for `direct` sinks only.
 
     Args:
-        sinks: Served by a worker thread each.
+        sinks: Nobody waits for them.
         queue_size: Records that may wait for one sink.
         close_seconds: Budget of `close` for all of `sinks` together; they close side by side.
-        direct: Written on the calling thread, before the others.
+        direct: Waited for, as long as they do not stall.
         linger_seconds: Added to the budget of sinks with a true attribute ``lingers``: an endpoint
             that stays up until it has been scraped once more.
         run: The run before the first record: earlier segments of a resumed one.
 
     Attributes:
         workers: One for each of `sinks`.
+        direct: One for each sink that is waited for.
     """
 
     def __init__(
@@ -161,24 +172,28 @@ class Dispatcher:
         self._emitting: int | None = None  # the thread that does
         self._close_after: float | None = None
         self._run = run or RunSoFar()
-        self._direct = [(completed(s), SinkCounts(catalogue_name(s.name))) for s in direct]
-        self.workers = [
-            SinkWorker(completed(s), SinkCounts(catalogue_name(s.name)), queue_size) for s in sinks
-        ]
+        self.direct, self.workers = (
+            [SinkWorker(completed(s), SinkCounts(catalogue_name(s.name)), queue_size) for s in some]
+            for some in (direct, sinks)
+        )
         _release_in_children(self)
 
     @property
     def counts(self) -> tuple[SinkCounts, ...]:
         """The counts of each sink, live."""
-        return (*(c for _, c in self._direct), *(worker.counts for worker in self.workers))
+        return tuple(worker.counts for worker in self._all)
 
     @property
     def links(self) -> dict[str, str]:
         """Places a person can open, as the sinks know them; for `RunStarted.links`."""
         found: dict[str, str] = {}
-        for sink in (*(s for s, _ in self._direct), *(worker.sink for worker in self.workers)):
-            found.update(sink.links)
+        for worker in self._all:
+            found.update(worker.sink.links)
         return found
+
+    @property
+    def _all(self) -> tuple[SinkWorker, ...]:
+        return (*self.direct, *self.workers)
 
     @property
     def summary(self) -> RunSummary:
@@ -209,27 +224,15 @@ class Dispatcher:
 
     def _give(self, record: Record) -> None:
         self._run.add(record)
-        summary = self._run.summary
-        for sink, counts in self._direct:
-            self._emit_direct(sink, counts, record, summary)
-        for worker in self.workers:
+        given = record, self._run.summary
+        for worker in self._all:
             if self._closed:
                 worker.counts.dropped["closed"] += 1
                 continue
             worker.counts.events += 1
-            worker.put((record, summary))
-
-    def _emit_direct(
-        self, sink: BaseSink, counts: SinkCounts, record: Record, summary: RunSummary
-    ) -> None:
-        if self._closed:
-            counts.dropped["closed"] += 1
-            return
-        counts.events += 1
-        try:
-            sink.receive(record, summary)
-        except Exception as error:
-            _count_error(counts, error)
+            worker.put(given)
+        for worker in () if self._closed else self.direct:
+            worker.wait()
 
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until every record given so far has been served; never call it in a training loop.
@@ -238,7 +241,7 @@ class Dispatcher:
             Whether that was so within the time.
         """
         deadline = time.monotonic() + timeout_seconds
-        while any(worker.pending for worker in self.workers):
+        while any(worker.pending for worker in self._all):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_SECONDS)
@@ -262,21 +265,21 @@ class Dispatcher:
             self._close_after = budget
             return
         self._closed = True
+        for worker in self.direct:
+            worker.begin_close(max(budget, PATIENCE_SECONDS))
         for worker in self.workers:
             worker.begin_close(budget + (self.linger_seconds if worker.sink.lingers else 0.0))
-        for sink, counts in self._direct:
-            _close(sink, counts, budget)
         try:
-            for worker in self.workers:
+            for worker in self._all:
                 worker.finish_close()
         except KeyboardInterrupt:
-            for worker in self.workers:
+            for worker in self._all:
                 worker.hurry()
             raise
 
     def _release(self) -> None:
         """In a forked child: let go of sockets that the parent serves."""
-        for worker in self.workers:
+        for worker in self._all:
             with contextlib.suppress(Exception):
                 worker.sink.release_in_child()
 

@@ -1,7 +1,7 @@
 """The files of a run directory: the event log, and what a person has closed.
 
 The event log holds one JSON record per line, written and flushed before `emit` returns. It is the
-durable truth of a run, so it is written on the thread that reports and not by a worker:
+durable truth of a run, so whoever reports waits for it, as long as the file system answers:
 what the guard says before it waits for another rank is on disk while it waits. The file is only
 ever appended to. A process that dies in mid-line leaves a torn line; the next segment starts on a
 fresh one, and readers skip what is no record.
@@ -43,6 +43,7 @@ from sdcwatch.core.records import (
 from sdcwatch.core.summary import RunSummary, SummaryBuilder
 from sdcwatch.core.thinning import AHEAD_SECONDS, interval_seconds, merged
 from sdcwatch.sinks.base import BaseSink
+from sdcwatch.sinks.patience import READ_SECONDS, Errand
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -241,6 +242,36 @@ def write_summary(run_dir: Path, summary: RunSummary) -> None:
     unfinished.replace(run_dir / SUMMARY)
 
 
+class SummaryFile:
+    """``summary.json`` of a run that lives, written again and again without keeping it waiting.
+
+    Args:
+        run_dir: Where it goes.
+
+    Attributes:
+        complete: The latest summary is in the file.
+        problem: Why nothing is written any more, or "".
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.complete, self.problem = True, ""
+        self._run_dir = run_dir
+        self._errand = Errand()
+
+    def write(self, summary: RunSummary) -> None:
+        """Write it, unless an earlier one is still under way."""
+        self.complete = False
+
+        def do() -> None:
+            try:
+                write_summary(self._run_dir, summary)
+            except OSError as error:
+                self.problem = str(error.strerror)
+
+        if not self.problem:
+            self.complete = self._errand.run(do) and not self.problem
+
+
 def append_closing(run_dir: Path, closing: Closing) -> None:
     """Write down what a person has decided; a run that lives sees it within seconds.
 
@@ -303,6 +334,8 @@ class RunSoFar:
         self._run_dir = run_dir
         self._builder = SummaryBuilder()
         self._closings = 0
+        self._closed: list[Closing] = []
+        self._looking = Errand()
         self._seen: tuple[int, int] | None = None
         self._look_at = 0.0
         self._summary: RunSummary | None = None
@@ -325,22 +358,31 @@ class RunSoFar:
         return self._summary
 
     def _read_earlier(self, run_dir: Path) -> None:
-        try:
-            for record in stream_records(run_dir):
-                self._builder.add(record)
-        except (OSError, ValueError) as error:
-            self.problem = f"earlier segments in {run_dir} cannot be read: {error}"
+        builder, problems = SummaryBuilder(), ["the file system does not answer"]
+
+        def read() -> None:
+            try:
+                for record in stream_records(run_dir):
+                    builder.add(record)
+                problems.clear()
+            except (OSError, ValueError) as error:
+                problems[:] = [str(error)]
+
+        if Errand().run(read, READ_SECONDS):
+            self._builder = builder
+        for problem in problems:
+            self.problem = f"earlier segments in {run_dir} cannot be read: {problem}"
 
     def _take_closings(self, run_dir: Path) -> None:
-        try:
+        self._looking.run(lambda: self._look(run_dir))
+        if len(closings := self._closed) > self._closings:
+            for closing in closings[self._closings :]:
+                self._builder.close(closing)
+            self._closings = len(closings)
+            self._summary = None
+
+    def _look(self, run_dir: Path) -> None:
+        with contextlib.suppress(OSError):  # none yet: look again later
             status = (run_dir / CLOSED).stat()
-            if (seen := (status.st_mtime_ns, status.st_size)) == self._seen:
-                return
-            closings = read_closings(run_dir)
-        except OSError:  # none yet, or a file system that does not answer: look again later
-            return
-        self._seen = seen
-        for closing in closings[self._closings :]:
-            self._builder.close(closing)
-        self._closings = len(closings)
-        self._summary = None
+            if (seen := (status.st_mtime_ns, status.st_size)) != self._seen:
+                self._closed, self._seen = read_closings(run_dir), seen
