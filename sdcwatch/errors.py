@@ -74,6 +74,16 @@ class SchemaMismatch(SdcwatchError, SystemExit):
         self.code = self.exit_code
 
 
+_SHOWN_RANKS = 8
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ranks in an error: the first eight, and how many more."""
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) or "unknown"
+    more = len(ranks) - _SHOWN_RANKS
+    return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} more" if more > 0 else "")
+
+
 class Desync(SdcwatchError, SystemExit):
     """Ranks called the guard at different steps or for different operations, or not at all.
 
@@ -92,11 +102,10 @@ class Desync(SdcwatchError, SystemExit):
         self.positions, self.past, self.ranks = dict(positions), past, tuple(ranks)
         places = ", ".join(f"rank {rank}: {at}" for rank, at in sorted(self.positions.items()))
         if past:
-            named = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
             super().__init__(
-                f"Expected every rank at {past}, but rank {named} went past it ({places}). Was it "
-                "called under `if rank == 0`? Call it on every rank: the guard decides together, "
-                "and save_checkpoint saves on rank 0 by itself."
+                f"Expected every rank at {past}, but {_named(ranks)} went past it ({places}). Was "
+                "it called under `if rank == 0`? Call it on every rank: the guard decides "
+                "together, and save_checkpoint saves on rank 0 by itself."
             )
         else:
             super().__init__(
@@ -122,9 +131,8 @@ class RankGone(SdcwatchError, SystemExit):
         self.ranks = tuple(ranks)
         self.reason = reason
         self.operation = operation
-        named = ", ".join(map(str, self.ranks)) or "unknown"
         super().__init__(
-            f"Expected every rank at {operation}, but rank {named} did not answer: {reason}. "
+            f"Expected every rank at {operation}, but {_named(ranks)} did not answer: {reason}. "
             "Look at the log of that rank; the others have stopped."
         )
         self.code = self.exit_code

@@ -93,6 +93,7 @@ class Finding:
         behind: Ranks that are alive and have not reached it.
         left: Ranks that left a note.
         silent: Ranks that gave no sign of life.
+        followed: Those of `left` that left because of others.
         notes: For up to eight of them, what it is doing, or the note it left.
         steps_behind: How many steps the last of those behind lags.
         operation: Where the rank waits that asked.
@@ -104,6 +105,7 @@ class Finding:
     behind: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
+    followed: tuple[int, ...] = ()
     notes: Mapping[int, str] = field(default_factory=dict)
     steps_behind: int = 0
     operation: str = ""
@@ -120,6 +122,15 @@ class Finding:
         """Ranks that will not come."""
         return tuple(sorted({*self.left, *self.silent}))
 
+    @property
+    def named(self) -> tuple[int, ...]:
+        """Whom to look at first: nobody is called absent who is late, or left, because of another.
+
+        Ranks that gave no sign of life; else those that left of their own accord; else all.
+        """
+        first = tuple(r for r in self.left if r not in self.followed)
+        return self.silent or first or self.absent
+
     def is_told_by(self, rank: int) -> bool:
         """Whether this rank reports it. Without the store nobody can be elected: each does."""
         return self.elected or rank == 0 or bool(self.store_error)
@@ -134,7 +145,7 @@ class Finding:
         row = json.loads(text)
         groups = {
             name: tuple(r for r in row[name] if r != rank)
-            for name in ("past", "behind", "left", "silent")
+            for name in ("past", "behind", "left", "silent", "followed")
         }
         notes = {int(r): t for r, t in row["notes"].items() if int(r) != rank}
         return cls(**{**row, **groups, "notes": notes, "elected": False})

@@ -393,14 +393,15 @@ class Guard(JoinableGuard):
 
     def _leave(self, finished: RunFinished) -> None:
         ended, *_ = finished.reason.split(": ", 1)  # a note that quoted notes would grow and grow
-        self._exchange.leave(f"{ended} after step {finished.step}")
+        followed = isinstance(self._error, Desync | RankGone)
+        self._exchange.leave(f"{ended} after step {finished.step}", followed=followed)
         if self._watchdog is not None:
             self._watchdog.close()
+        self._exchange.close()
         self._reporter.emit(finished)
         self._reporter.close()
         self._leave_in_order()
         self._close_console()
-        self._exchange.close()
         if self._sigterm is not None:
             self._sigterm.close(failed=finished.exit_code != 0)
 

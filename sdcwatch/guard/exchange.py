@@ -35,7 +35,7 @@ from sdcwatch.core.waiting import Answer, Finding, Position, Stage, describe, ju
 from sdcwatch.errors import ConfigurationError, Desync, RankGone
 from sdcwatch.guard.arrivals import Arrivals
 from sdcwatch.guard.waits import DeviceResult, HostBuffer, Messages, issued, unfinished
-from sdcwatch.guard.watchdog import LivenessCheck, bounded, ran_apart
+from sdcwatch.guard.watchdog import Answering, LivenessCheck, bounded, ran_apart
 
 RECHECK_SECONDS = 60.0
 """Time between two liveness checks while a rank is late."""
@@ -124,8 +124,13 @@ class Exchange(Protocol):
         """This rank goes on in the loop: remembered for a liveness check of another rank."""
         ...
 
-    def leave(self, note: str) -> None:
-        """Leave a note that a later liveness check finds. No collective."""
+    def leave(self, note: str, *, followed: bool = False) -> None:
+        """Leave a note that a later liveness check finds. No collective.
+
+        Args:
+            note: Why this rank leaves.
+            followed: It leaves because of other ranks.
+        """
         ...
 
     def close(self) -> None:
@@ -171,15 +176,17 @@ class GlooExchange:
         self.on_absent: Callable[[Finding, str, float], None] | None = None
         self.liveness = LivenessCheck(self._store, self.rank, self.world_size)
         self._await_everyone()
-        self._group: Any = self._make_group()
+        # From here on a rank that is long, with its files for instance, is not taken for dead.
+        self._answering = Answering(self.liveness, self._store.clone())
+        try:
+            self._group: Any = self._make_group()
+        except BaseException:
+            self._answering.close()
+            raise
         # No device is told of by whoever has only tensors of the host.
         device = device or torch.device("cpu")
         self._device_group = parent if device.type == "cuda" else None
         self._buffer = HostBuffer(device)
-
-    def own_client(self) -> Any:
-        """A second client of this exchange's store: a client serves one thread at a time."""
-        return self._store.clone()
 
     def _await_everyone(self) -> None:
         """Meet in the store first: making a group waits for its hard timeout."""
@@ -335,7 +342,7 @@ class GlooExchange:
         """
         # Also if it ends well: a group that an operation was late on may never be destroyed.
         _keep_for_good(self._group)
-        finding = self.liveness.call(at)
+        finding = self.liveness.call_of_broken(at) if broken else self.liveness.call(at)
         answer = judge_wait(
             finding,
             waited_seconds=waited - extra_seconds,
@@ -369,7 +376,7 @@ class GlooExchange:
         said = [describe(finding), f"waited {waited:.1f} s"]
         if problem:
             said[-1] += f": {problem[:120]}"
-        gone = RankGone(finding.absent, "; ".join(said), operation)
+        gone = RankGone(finding.named, "; ".join(said), operation)
         if self.on_absent is None:  # during init: nobody has said it yet
             LOG.critical(gone)
         raise gone
@@ -396,12 +403,13 @@ class GlooExchange:
         """See `Exchange.move`."""
         self.liveness.move(step, stage, doing)
 
-    def leave(self, note: str) -> None:
+    def leave(self, note: str, *, followed: bool = False) -> None:
         """See `Exchange.leave`."""
-        self.liveness.leave(note)
+        self.liveness.leave(note, followed=followed)
 
     def close(self) -> None:
-        """Nothing to give back: the group lives as long as the process."""
+        """Answer other ranks no more; the group lives as long as the process."""
+        self._answering.close()
 
 
 def lazy_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:

@@ -1,17 +1,24 @@
-"""How many files and sockets a rank may open, and whether that is enough."""
+"""Files: how many a rank may open, whether that is enough, and the directory of the run."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from sdcwatch.config import GuardConfig
 from sdcwatch.core.introduction import Introduction, file_problem
 from sdcwatch.core.topology import Topology, partners
 from sdcwatch.errors import ConfigurationError
+from sdcwatch.sinks import patience
+from sdcwatch.sinks.patience import Errand
 
 _MANY_FILES = 2**20
+_T = TypeVar("_T")
 _USED_FILES = 256  # where the process cannot be asked
 
 
@@ -45,3 +52,59 @@ def require_files(ranks: Sequence[Introduction], needed: int) -> None:
             "the hard limit (ulimit -Hn, LimitNOFILE= or --ulimit nofile=) there."
         )
         raise ConfigurationError(msg)
+
+
+def answered(path: Path, do: Callable[[], _T]) -> _T:
+    """What is read or written under the run's directory, unless nothing answers there.
+
+    Args:
+        path: The directory, for the error.
+        do: Reads or writes; what it raises is raised here.
+
+    Raises:
+        ConfigurationError: The file system does not answer.
+    """
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(do())
+        except BaseException as error:
+            errors.append(error)
+
+    if not Errand().run(run, patience.READ_SECONDS):
+        msg = (
+            f"Expected the file system of `run_dir` to answer, but got nothing from {path} for "
+            f"{patience.READ_SECONDS:g} s. Look at its mount, or pass another run_dir."
+        )
+        raise ConfigurationError(msg)
+    for error in errors:
+        raise error
+    return results[0]
+
+
+def run_dir_of(config: GuardConfig, run: str) -> Path:
+    """Where the event log of a run goes: one folder, whatever characters its name has."""
+    if config.run_dir is not None:
+        return Path(config.run_dir)
+    return Path("sdcwatch-runs") / re.sub(r"[/\0]|^\.+$", "-", run)
+
+
+def make_run_dir(path: Path) -> None:
+    """Make the run's directory, and find it writable.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write-test-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        msg = (
+            f"Expected `run_dir` to be writable, but got {error.strerror} for {path}. Pass a "
+            "directory that every rank's user may write."
+        )
+        raise ConfigurationError(msg) from error

@@ -8,7 +8,6 @@ on the optimizer until all of that has passed.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,10 +46,17 @@ from sdcwatch.core.topology import (
     partners,
 )
 from sdcwatch.core.waiting import Finding
-from sdcwatch.errors import ConfigurationError, SchemaMismatch
+from sdcwatch.errors import ConfigurationError, RankGone, SchemaMismatch
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, GlooExchange
-from sdcwatch.guard.files import most_partners, open_files_left, require_files
+from sdcwatch.guard.files import (
+    answered,
+    make_run_dir,
+    most_partners,
+    open_files_left,
+    require_files,
+    run_dir_of,
+)
 from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, WeightCheck
 from sdcwatch.guard.guarded import (
     Guarded,
@@ -151,7 +157,11 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
             reporter = _report(config, guarded, exchange, meeting, sinks)
             return _build(config, guarded, exchange, meeting, reporter, close_console)
         except BaseException as error:
-            exchange.leave(f"sdcwatch.init ended with {type(error).__name__}")
+            exchange.leave(
+                f"sdcwatch.init ended with {type(error).__name__}",
+                followed=isinstance(error, RankGone),
+            )
+            exchange.close()
             raise
     except BaseException:
         close_console()
@@ -180,13 +190,14 @@ def meet(
     schema = schema_of(guarded.replicated(buffers=config.buffers))
     environment = launcher_environment()
     run = run_name(config, environment)
+    place = run_dir_of(config, run)
     own = Introduction(
         info=own_identity(exchange.rank, config, environment, guarded.device),
         run=run,
         options=_shared_options(config),
         schema=schema_digest(schema),
         # Only rank 0 is sure to see the log of earlier segments.
-        run_id=run_id_of(run_dir_of(config, run)) if exchange.rank == 0 else "",
+        run_id=answered(place, lambda: run_id_of(place)) if exchange.rank == 0 else "",
         files=open_files_left(),
         unused=unused,
     )
@@ -208,7 +219,7 @@ def meet(
     unguarded = why_partly_guarded(guarded.module, guarded.optimizers)
     said = (note if not off else "", off, unguarded, what_is_left_out(guarded))
     notes = tuple(n for n in said if n)
-    earlier = frozenset[Device]() if off else tell_matched(exchange, infos, run_dir_of(config, run))
+    earlier = frozenset[Device]() if off else tell_matched(exchange, infos, place)
     return Meeting(ranks[0].run, ranks[0].run_id, topology, off, notes, earlier)
 
 
@@ -219,7 +230,7 @@ def tell_matched(exchange: Exchange, infos: Sequence[RankInfo], run_dir: Path) -
     """
     own = {}
     if exchange.rank == 0:
-        known = devices_that_matched(segments_of(run_dir))
+        known = answered(run_dir, lambda: devices_that_matched(segments_of(run_dir)))
         bits = sum(1 << i.rank for i in infos if device_of(i) in known)
         own[0] = bits.to_bytes(-(-bits.bit_length() // 8), "little")
     (told,) = share_bytes(exchange, own, 1, "sdcwatch.init")
@@ -236,7 +247,8 @@ def _report(
 ) -> Reporter:
     """Open the event log and the sinks, and give out the start record."""
     environment = launcher_environment()
-    run_dir = make_run_dir(config, meeting.run)
+    run_dir = run_dir_of(config, meeting.run)
+    answered(run_dir, lambda: make_run_dir(run_dir))
     start = _start_record(config, guarded, meeting, run_dir)
     dispatcher, lines = build_sinks(
         config.telemetry,
@@ -457,7 +469,6 @@ def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -
         return None
     watchdog = Watchdog(
         exchange.liveness,
-        exchange.own_client(),
         hang_seconds=config.hang_seconds,
         # From another thread: past the reporter's window, straight to the event log.
         report=reporter.urgent,
@@ -470,34 +481,6 @@ def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -
 
     exchange.on_absent = on_absent
     return watchdog
-
-
-def run_dir_of(config: GuardConfig, run: str) -> Path:
-    """Where the event log of a run goes: one folder, whatever characters its name has."""
-    if config.run_dir is not None:
-        return Path(config.run_dir)
-    return Path("sdcwatch-runs") / re.sub(r"[/\0]|^\.+$", "-", run)
-
-
-def make_run_dir(config: GuardConfig, run: str) -> Path:
-    """The run's directory, made and found writable.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
-    path = run_dir_of(config, run)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".write-test-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        msg = (
-            f"Expected `run_dir` to be writable, but got {error.strerror} for {path}. Pass a "
-            "directory that every rank's user may write."
-        )
-        raise ConfigurationError(msg) from error
-    return path
 
 
 def run_name(config: GuardConfig, environment: LauncherEnvironment) -> str:

@@ -131,14 +131,21 @@ class LivenessCheck:
         """The operation is over."""
         self.where = replace(self.where, doing=f"after {operation}", operation=False)
 
-    def leave(self, note: str) -> None:
-        """Leave a note under this rank's name; a lost store is no error, the rank is leaving."""
+    def leave(self, note: str, *, followed: bool = False) -> None:
+        """Leave a note under this rank's name; a lost store is no error, the rank is leaving.
+
+        Args:
+            note: Why it leaves.
+            followed: It leaves because of other ranks.
+        """
         if not self._has_left:
             self._has_left = True
-            bounded(lambda: self._leave(note or "left"), STORE_SECONDS)
+            bounded(lambda: self._leave(note or "left", followed=followed), STORE_SECONDS)
 
-    def _leave(self, note: str) -> None:
+    def _leave(self, note: str, *, followed: bool) -> None:
         self._store.set(f"note/{self.rank}", note)
+        if followed:
+            mark(self._store, "followed", self.rank)
         mark(self._store, "left", self.rank)
         self._store.add("leavers", 1)
 
@@ -216,7 +223,17 @@ class LivenessCheck:
 
     # --- asking ---
 
-    def call(self, asked: Position | None = None) -> Finding:
+    def call_of_broken(self, asked: Position | None = None) -> Finding:
+        """Ask why a connection broke: what was found before is no answer, nor that all are there.
+
+        A rank that has died may have answered a question that was put a moment earlier.
+        """
+        finding = self.call(asked, afresh=True)
+        if finding.past or finding.gone or finding.store_error:
+            return finding
+        return self.call(asked, afresh=True)
+
+    def call(self, asked: Position | None = None, *, afresh: bool = False) -> Finding:
         """Ask every rank where it is. Takes at most the window and a little.
 
         Ranks that wait at the same place ask together: the first of them asks, the others read.
@@ -224,6 +241,7 @@ class LivenessCheck:
 
         Args:
             asked: Where this rank waits; by default where it is.
+            afresh: What others have found at this place before is no answer.
 
         Returns:
             What was found; a store that is gone, or does not answer, tells nothing of anybody.
@@ -235,7 +253,7 @@ class LivenessCheck:
         with self._turn:
             if (known := self._learnt_since(came, asked)) is not None:
                 return known
-            finding = self._call_in_time(asked)
+            finding = self._call_in_time(asked, afresh=afresh)
             self._latest = asked, finding, time.monotonic()
             return finding
 
@@ -246,19 +264,22 @@ class LivenessCheck:
         place, finding, ended = self._latest
         return finding if place == asked and ended >= came and finding.gone else None
 
-    def _call_in_time(self, asked: Position) -> Finding:
+    def _call_in_time(self, asked: Position, *, afresh: bool) -> Finding:
         self._attempts = self._attempts + 1 if asked == self._asked else 1
         self._asked = asked
-        base = f"call/{asked.step}/{int(asked.stage)}/{asked.count}/{self._attempts}"
         limit = self.window_seconds + 2 * AGAIN_SECONDS + STORE_SECONDS
         self.asking = True
         try:
-            finding, problem = bounded(lambda: self._call(asked, base), limit)
+            finding, problem = bounded(lambda: self._call(asked, afresh=afresh), limit)
         finally:
             self.asking = False
         return Finding(store_error=problem) if problem else finding
 
-    def _call(self, asked: Position, base: str) -> Finding:
+    def _call(self, asked: Position, *, afresh: bool) -> Finding:
+        place = f"call/{asked.step}/{int(asked.stage)}/{asked.count}"
+        while afresh and self._store.check([f"{place}/{self._attempts}/found"]):
+            self._attempts += 1
+        base = f"{place}/{self._attempts}"
         if self._store.add(f"{base}/first", 1) > 1:
             try:
                 self._store.wait([f"{base}/found"], _span(self.window_seconds + AGAIN_SECONDS))
@@ -294,17 +315,19 @@ class LivenessCheck:
         left = self._marked("left") - {self.rank}
         here, behind, past = (self._marked(f"{key}/{state}") - left for state in _STATES)
         silent = set(range(self.world_size)) - here - behind - past - left - {self.rank}
+        followed = self._marked("followed") & left if left else set()
         notes, lag = {}, 0
         for rank in sorted(past | behind - {self.rank})[:SHOWN_NOTES]:
             step, _, notes[rank] = self._store.get(f"{key}/at/{rank}").decode().partition(" ")
             lag = max(lag, asked.step - int(step))
-        for rank in sorted(left)[:SHOWN_NOTES]:
+        for rank in sorted(left, key=lambda r: (r in followed, r))[:SHOWN_NOTES]:
             notes[rank] = LEFT + self._store.get(f"note/{rank}").decode()
         return Finding(
             past=_ranks(past - {self.rank}),
             behind=_ranks(behind - {self.rank}),
             left=_ranks(left),
             silent=_ranks(silent),
+            followed=_ranks(followed),
             notes=notes,
             steps_behind=lag,
             operation=asked.doing.removeprefix("at "),
@@ -329,12 +352,43 @@ def ran_apart(finding: Finding) -> Desync:
     )
 
 
+class Answering:
+    """The thread that answers questions of other ranks, whatever the training thread does.
+
+    Args:
+        liveness: The liveness check through the store.
+        store: A client of that store of its own: it waits there for questions.
+    """
+
+    def __init__(self, liveness: LivenessCheck, store: Any) -> None:
+        self._liveness, self._store = liveness, store
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sdcwatch-liveness", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more. The thread is left behind if it does not come back from the store."""
+        self._stop.set()
+        self._liveness.stop_answering()
+        self._thread.join(timeout=1.5)
+
+    def _run(self) -> None:
+        pause = _LOOK_SECONDS
+        while not self._stop.is_set():
+            answered = _answers(self._liveness, self._store)
+            if answered is False:
+                return
+            # The store may be back later; each attempt without it writes to stderr.
+            pause = _LOOK_SECONDS if answered else min(2 * pause, 60.0)
+            if answered is None and self._stop.wait(pause):
+                return
+
+
 class Watchdog:
     """Watches one rank.
 
     Args:
         liveness: The liveness check through the store.
-        store: A client of that store of the watchdog's own: it waits there for questions.
         hang_seconds: How long the training thread may stay where it may hang.
         report: Takes the record of a hang.
         leave: End the process after a hang was reported in which some rank is gone.
@@ -343,13 +397,12 @@ class Watchdog:
     def __init__(
         self,
         liveness: LivenessCheck,
-        store: Any,
         *,
         hang_seconds: float,
         report: Callable[[Hang], None],
         leave: bool,
     ) -> None:
-        self._liveness, self._store, self._report, self._leave = liveness, store, report, leave
+        self._liveness, self._report, self._leave = liveness, report, leave
         self._hang_seconds = hang_seconds
         self._poll_seconds = min(1.0, hang_seconds / 5)
         self._training = threading.get_ident()
@@ -360,13 +413,9 @@ class Watchdog:
         self._stop = threading.Event()
         liveness.busy = lambda: " (it compiles)" if self.compiling() else ""
         liveness.stuck_in_forward = self.stuck_in_forward
-        # Apart, because a store that does not answer must not keep a hang from being seen.
-        self._threads = [
-            threading.Thread(target=self._watch, name="sdcwatch-watchdog", daemon=True),
-            threading.Thread(target=self._answer, name="sdcwatch-liveness", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        # Apart from `Answering`: a store that does not answer must not keep a hang from being seen.
+        self._thread = threading.Thread(target=self._watch, name="sdcwatch-watchdog", daemon=True)
+        self._thread.start()
 
     def enter(self, step: int) -> None:
         """The training thread goes where it may hang."""
@@ -378,11 +427,9 @@ class Watchdog:
         self._since = None
 
     def close(self) -> None:
-        """Stop watching. What waits in the store is left behind if it does not come back."""
+        """Stop watching. The thread is left behind if it does not come back from the store."""
         self._stop.set()
-        self._liveness.stop_answering()
-        for thread in self._threads:
-            thread.join(timeout=1.5)
+        self._thread.join(timeout=1.5)
 
     def compiling(self) -> bool:
         """Whether the training thread is in a compiler, which may take minutes."""
@@ -405,17 +452,6 @@ class Watchdog:
         while frame is not None and frame.f_code.co_name != _BROADCAST:
             frame = frame.f_back
         return frame
-
-    def _answer(self) -> None:
-        pause = _LOOK_SECONDS
-        while not self._stop.is_set():
-            answered = _answers(self._liveness, self._store)
-            if answered is False:
-                return
-            # The store may be back later; each attempt without it writes to stderr.
-            pause = _LOOK_SECONDS if answered else min(2 * pause, 60.0)
-            if answered is None and self._stop.wait(pause):
-                return
 
     def _watch(self) -> None:
         while not self._stop.wait(self._poll_seconds):
@@ -444,25 +480,29 @@ class Watchdog:
         told = self._liveness.found
         if told is not None and told.past:
             return ran_apart(told)
-        gone = self.missing(since, step)
+        gone = self.missing(since, step, broken=True)
         told = self._liveness.found
         return ran_apart(told) if told is not None and told.past else gone
 
-    def missing(self, since: float | None = None, step: int | None = None) -> RankGone | None:
+    def missing(
+        self, since: float | None = None, step: int | None = None, *, broken: bool = False
+    ) -> RankGone | None:
         """Ask who is absent where the training thread is; reports it. None if everybody is there.
 
         Args:
             since: When it went there; by default as `enter` was told.
             step: The same for the step.
+            broken: A connection has ended there.
         """
         since = since or self._since or time.monotonic()
-        finding = self._liveness.call(self._place)
+        liveness = self._liveness
+        finding = (liveness.call_of_broken if broken else liveness.call)(self._place)
         if not finding.absent and not finding.store_error:
             return None
         hang = self.record(finding, _backward(self._step if step is None else step), since)
         if finding.is_told_by(self._liveness.rank):
             self._report(hang)
-        return RankGone(finding.absent, describe(finding), hang.operation)
+        return RankGone(finding.named, describe(finding), hang.operation)
 
     def record(
         self, finding: Finding, operation: str, since: float, *, step: int | None = None
@@ -476,7 +516,7 @@ class Watchdog:
             time=time.time(),
             reporter=self._liveness.rank,
             operation=operation,
-            absent=finding.absent,
+            absent=finding.named,
             left=left,
             waited_seconds=round(time.monotonic() - since, 1),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sdcwatch.core.records import Outcome
 from sdcwatch.errors import Desync
@@ -126,3 +127,21 @@ def test_a_message_that_nobody_expects_is_an_error_between_threads() -> None:
 
     with pytest.raises(AssertionError, match="expects nothing"):
         run_threads(2, body)
+
+
+def in_two_groups(rank: int, group: Any, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
+    """Groups with the same first and last rank, and as many; ranks in one of them come early."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in (first, second)}
+    for ranks, one in groups.items():
+        if rank in ranks:
+            exchange = GlooExchange(one, deadline_seconds=20.0)
+            found[ranks] = [int(row) for row in exchange.gather(str(rank).encode(), "a test")]
+            exchange.close()
+    return found
+
+
+def test_groups_that_overlap_are_never_cross_wired(pool: GlooPool) -> None:
+    first, second = (0, 1, 2, 5), (0, 3, 4, 5)
+    for rank, found in enumerate(pool.run(in_two_groups, 6, first, second)):
+        assert found == {ranks: list(ranks) for ranks in (first, second) if rank in ranks}

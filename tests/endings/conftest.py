@@ -108,7 +108,7 @@ class Play:
             codes,
             [(self.run_dir / f"stderr-{r}").read_text() for r in range(len(self.names))],
             self.run_dir,
-            read_records(self.run_dir) if log.exists() else [],
+            read_records(self.run_dir) if log.is_file() else [],
             [t - since if since and t else 0.0 for t in times],
         )
 

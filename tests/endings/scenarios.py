@@ -294,9 +294,40 @@ def full_disk(me: Rank) -> None:
     me.train(fill)
 
 
+def stalled_file(me: Rank) -> None:
+    """From now on nothing in the run directory that the event log is written to answers."""
+
+    def stall(guard: sdcwatch.Guard) -> None:
+        log = me.run_dir / "events.jsonl"
+        if me.rank == 0:
+            log.rename(me.run_dir / "events.jsonl.1")
+            os.mkfifo(log)  # to be opened for writing it waits for a reader, which never comes
+
+    me.train(stall)
+
+
 def store_gone(me: Rank) -> None:
     """Rank 0 hosts the store, and is killed."""
     me.train(lambda guard: os.kill(os.getpid(), signal.SIGKILL) if me.rank == 0 else None)
+
+
+def busy_and_killed(me: Rank) -> None:
+    """The test makes one rank busy for a while, and kills another, each at some moment."""
+
+    def busy(number: int, frame: FrameType | None) -> None:
+        (me.run_dir / f"busy-{me.rank}").touch()
+        end = time.monotonic() + float(os.environ["BUSY"])
+        while time.monotonic() < end:
+            sum(range(10_000))
+
+    signal.signal(signal.SIGUSR1, busy)
+    with me.guard() as guard:
+        (me.run_dir / f"steady-{me.rank}").touch()
+        for step in range(100_000):
+            me.step(guard)
+            if step % 3 == 0:
+                guard.save_checkpoint(lambda: None)
+            time.sleep(0.02)
 
 
 def partition(me: Rank) -> None:

@@ -64,6 +64,8 @@ STORIES = {
     "save_raises": Story((1, 1, 1), "failed", "CheckpointError"),
     "second_init": Story((0, 0, 0), "finished", "the run ended"),
     "forks_helpers": Story((0, 0, 0), "finished", "the run ended", ("with", "close")),
+    # Two records are waited for, the log at its end and the summary each for a while.
+    "stalled_file": Story((0, 0, 0), "", "events.jsonl could not be written to the end", late=30.0),
     "full_disk": Story(
         (0, 0, 0), "", "events.jsonl and summary.json could not be written to the end"
     ),

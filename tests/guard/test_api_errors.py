@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -454,6 +455,20 @@ def test_a_restart_that_finds_an_empty_run_directory_says_that_the_history_start
     notes = [r for r in read_records(bench.options["run_dir"]) if isinstance(r, Note)]
     (note,) = [n for n in notes if n.code == "history_anew"]  # the second has found the first
     assert "goes on from step 7" in note.message
+
+
+def test_a_run_directory_that_does_not_answer_is_refused_in_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sdcwatch.sinks.patience.READ_SECONDS", 0.3)
+    place = Path(bench.options["run_dir"])
+    place.mkdir()
+    os.mkfifo(place / "events.jsonl")
+    with pytest.raises(ConfigurationError) as caught:
+        sdcwatch.init(bench.model, bench.optimizer, **bench.options)
+    assert f"nothing from {place} for 0.3 s" in expected_got_do(caught.value)
+    with (place / "events.jsonl").open("wb"):  # lets the thread go that reads there
+        pass
 
 
 def test_a_second_guard_on_a_guarded_model_is_refused(bench: Bench, guard: sdcwatch.Guard) -> None:

@@ -163,6 +163,41 @@ def test_what_a_rank_asks_of_the_store_does_not_depend_on_how_many_there_are() -
     assert requests(64) <= requests(8) + 2
 
 
+def test_what_was_found_before_a_connection_broke_explains_nothing() -> None:
+    """A rank is busy; others find so; one of them dies when the busy one comes."""
+    busy, other, dies = liveness(3)
+    with answering(busy, other):
+        with answering(dies):
+            (found, _) = together(other, dies)
+            assert (found.behind, found.gone) == ((0,), ())
+        busy.move(4, Stage.SAVE, "before save_checkpoint of step 4")
+        busy.begin("save_checkpoint of step 4")
+        assert busy.call_of_broken().silent == (2,)
+
+
+def test_a_rank_that_answered_and_then_died_is_found_by_a_second_question() -> None:
+    caller, dies = liveness(2)
+    with answering(caller):
+        thread = threading.Thread(target=lambda: dies.answer_next(dies._store))
+        thread.start()  # one answer, and no more
+        dies.move(4, Stage.SAVE, "before save_checkpoint of step 4")
+        dies.begin("save_checkpoint of step 4")
+        caller.move(4, Stage.SAVE, "before save_checkpoint of step 4")
+        caller.begin("save_checkpoint of step 4")
+        assert caller.call_of_broken().silent == (1,)
+        thread.join()
+
+
+def test_whoever_left_because_of_another_is_not_the_one_that_is_named() -> None:
+    caller, first, follows = liveness(3, window_seconds=20.0)
+    first.leave("the run ended with ValueError")
+    follows.leave("the run ended with RankGone", followed=True)
+    with answering(caller):
+        (found,) = together(caller)
+    assert (found.left, found.followed, found.named) == ((1, 2), (2,), (1,))
+    assert Finding.decode(found.encode(), rank=0).named == (1,)
+
+
 def test_ranks_beyond_one_word_of_a_bitmap_are_told_apart() -> None:
     ranks = liveness(130)
     quiet = {61, 62, 63, 124, 129}

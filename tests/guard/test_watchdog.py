@@ -12,7 +12,7 @@ from sdcwatch.core.records import Hang
 from sdcwatch.core.waiting import Finding, Position
 from sdcwatch.errors import EXIT_HANG, Desync, RankGone
 from sdcwatch.guard import watchdog as module
-from sdcwatch.guard.watchdog import LivenessCheck, Watchdog
+from sdcwatch.guard.watchdog import Answering, LivenessCheck, Watchdog
 
 
 class Liveness(LivenessCheck):
@@ -38,7 +38,7 @@ class Liveness(LivenessCheck):
     def stop_answering(self) -> None:
         self._stopped = True
 
-    def call(self, asked: Position | None = None) -> Finding:
+    def call(self, asked: Position | None = None, *, afresh: bool = False) -> Finding:
         assert asked is not None
         self.called.append(asked.step)
         self.blocks.wait()
@@ -63,18 +63,24 @@ class Bench:
         self.exits: list[int] = []
         self.report: Callable[[Hang], None] = self.hangs.append
         self.dog: Watchdog | None = None
+        self.answering: Answering | None = None
         monkeypatch.setattr(module.os, "_exit", self.exits.append)
         monkeypatch.setattr(module, "_LOOK_SECONDS", 0.01)
 
     def start(self, *, leave: bool = False, hang_seconds: float = 0.02) -> Watchdog:
         self.dog = Watchdog(
             self.liveness,
-            None,
             hang_seconds=hang_seconds,
             report=lambda hang: self.report(hang),
             leave=leave,
         )
+        self.answering = Answering(self.liveness, None)
         return self.dog
+
+    def close(self) -> None:
+        for thread in (self.dog, self.answering):
+            if thread is not None:
+                thread.close()
 
 
 @pytest.fixture
@@ -82,8 +88,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made = Bench(monkeypatch)
     yield made
     made.liveness.blocks.set()
-    if made.dog is not None:
-        made.dog.close()
+    made.close()
 
 
 def test_a_hang_is_reported_once_with_who_is_absent(bench: Bench) -> None:
@@ -202,7 +207,7 @@ def test_nothing_runs_after_closing(bench: Bench) -> None:
     def running() -> set[str]:
         return {t.name for t in threading.enumerate() if t.name.startswith("sdcwatch-")}
 
-    dog = bench.start()
+    bench.start()
     assert running() == {"sdcwatch-watchdog", "sdcwatch-liveness"}
-    dog.close()
+    bench.close()
     assert running() == set()
