@@ -1,14 +1,17 @@
-"""Plays endings of runs again and again: ``python tools/endings.py [--launched] [TIMES]``.
+"""Plays endings of runs again and again: ``python tools/endings.py [OPTION] [TIMES]``.
 
 An ending that hangs or aborts once in ten times shows only so. Without an option, every ending of
 tests/endings, and how many times all were right; with ``--launched``, those under torchrun alone,
 before a real Prometheus, Alertmanager, webhook and W&B, and a table: of each ending, how many times
-it was right, and the seconds from what happened until rank 0 was gone.
+it was right, and the seconds from what happened until rank 0 was gone. ``--moments`` plays so many
+runs in which a rank is busy and another is killed at moments drawn from a seed, and ``--ranks`` the
+test of 256 ranks with 20 audits.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,12 +21,15 @@ from statistics import median
 
 TESTS = Path(__file__).parents[1] / "tests" / "endings"
 LAUNCHED = TESTS / "test_launched.py"
+MOMENTS = TESTS / "test_moments.py"
+RANKS = TESTS.parent / "guard" / "test_many_ranks.py"
 
 
-def play(tests: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run tests once."""
+def play(tests: Path, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run tests once, with more in the environment."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(tests)]
-    return subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, **more}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -75,6 +81,13 @@ def launched(times: int) -> int:
     return failed + any(count != times for count in right.values()) + (not right)
 
 
+def larger(tests: Path, **more: str) -> int:
+    """Play a test at a size that would take too long each time; returns whether it failed."""
+    done = play(tests, **more)
+    print(done.stdout if done.returncode else last_line(done), flush=True)
+    return done.returncode
+
+
 def _row(test: str) -> str:
     """The ending alone, where the test is about one in every respect."""
     name, _, ending = test.removesuffix("]").partition("[")
@@ -86,8 +99,15 @@ def _row(test: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("times", type=int, nargs="?", default=10)
-    parser.add_argument("--launched", action="store_true", help="those under torchrun alone")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--launched", action="store_true", help="those under torchrun alone")
+    which.add_argument("--moments", action="store_true", help="a busy and a killed rank")
+    which.add_argument("--ranks", action="store_true", help="256 ranks and 20 audits, once")
     options = parser.parse_args()
+    if options.moments:
+        return larger(MOMENTS, SDCWATCH_MOMENTS=str(options.times))
+    if options.ranks:
+        return larger(RANKS, SDCWATCH_AUDITS="20")
     return int((launched if options.launched else all_endings)(options.times) > 0)
 
 

@@ -7,8 +7,10 @@ differ; packing, routing, arbitration, repeats and judgement are the real ones.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,9 @@ from sdcwatch.core.records import Outcome
 from sdcwatch.core.topology import RankInfo, Topology, draw_pairing
 from sdcwatch.guard.replay import AuditPolicy, AuditResult, OwnStep, RingAudit, SegmentMemory
 from sdcwatch.testing import ThreadExchange, ThreadHub, run_threads
+
+sys.path.insert(0, str(Path(__file__).parent))
+from in_memory import LIGHT
 
 LAYOUTS = {"3x1": (1, 1, 1), "3x2": (2, 2, 2), "2+2+1": (2, 2, 1)}
 NAMES = ("embedding", "head")
@@ -313,14 +318,7 @@ def noisy_audits(layout: str, probability: float, audits: int) -> list[tuple[Out
 @pytest.fixture
 def light_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What travels is not framed or digested, so that a thousand audits take seconds."""
-    light: dict[str, Callable[..., object]] = {
-        "pack_or_nothing": lambda m: torch.tensor([int(m.signatures)], dtype=torch.uint8),
-        "unpack_or_error": lambda payload, device: micro_batch(int(payload[0])),
-        "frame_table": lambda table: table.view(torch.uint8).flatten(),
-        "unframe_table": lambda data: data.view(torch.int64).reshape(-1, 2),
-        "value_of": lambda table: str(table.tolist()),
-    }
-    for name, function in light.items():
+    for name, function in LIGHT.items():
         monkeypatch.setattr(f"sdcwatch.guard.replay.{name}", function)
 
 
