@@ -1,4 +1,7 @@
-"""A rank's connections: as many as audits need, made at the start, and no more ever after."""
+"""A rank's connections: as many as audits need, made at the start, and no more ever after.
+
+Here ranks are threads; ``python benchmarks/sockets.py`` counts on 32 processes, over 500 pairings.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ import torch.distributed as dist
 
 from sdcwatch.core.introduction import files_needed
 from sdcwatch.core.topology import EVERYBODY, RankInfo, Topology, draw_pairing, partners
-from sdcwatch.guard.exchange import lazy_group
+from sdcwatch.guard.exchange import GlooExchange, lazy_group
 from sdcwatch.guard.setup import open_files_left
+from sdcwatch.testing import GlooPool, load_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -82,3 +86,18 @@ def test_audits_open_no_connection_that_was_not_made_at_the_start() -> None:
         on_every_rank(lambda rank: exchange(rank, (to[rank],), (source[rank],)))  # noqa: B023
     on_every_rank(maximum)
     assert open_files() <= connected
+
+
+def counted(rank: int, group: Any, pairings: int) -> tuple[int, ...]:
+    sockets = load_file(Path(__file__).parents[2] / "benchmarks" / "sockets.py", "sockets_command")
+    exchange = GlooExchange(group, deadline_seconds=20.0)
+    grown: tuple[int, ...] = sockets.count(exchange, sockets.topology_of(6), pairings)
+    exchange.close()
+    return grown
+
+
+def test_each_process_keeps_the_sockets_of_its_start_as_the_command_counts_them(
+    pool: GlooPool,
+) -> None:
+    for *grown, needed in pool.run(counted, 6, 30):
+        assert (grown, needed) == ([0] * 6, files_needed(6, 5))
