@@ -73,8 +73,9 @@ def check(ended: Ended, what: Moments) -> None:
     assert (ended.run_dir / f"busy-{what.busy}").exists(), said
     assert f"RankGone: rank {what.killed} absent" in ended.finish.reason, said
     for hang in ended.of(Hang):
-        # Whoever is busy is said to be late, and alive; else only the one that was killed is named.
-        late = hang.absent == (what.busy,) and "is alive" in hang.left[str(what.busy)]
+        # Whoever is busy, or waits for it elsewhere, is said to be late and alive; else only the
+        # one that was killed is named.
+        late = all("is alive" in hang.left.get(str(rank), "") for rank in hang.absent)
         assert late or hang.absent == (what.killed,), f"{hang}\n{said}"
     for healthy in set(range(WORLD)) - {what.killed}:
         assert f"rank {healthy} gave no sign of life" not in "\n".join(ended.stderr), said
