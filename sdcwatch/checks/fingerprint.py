@@ -495,15 +495,23 @@ def describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
     changed_N = flipped_NB.any(1).nonzero()[:, 0].tolist()
     if not changed_N:
         return ""
-    same_numbers = _same_numbers(one_N[changed_N], other_N[changed_N])
+    here_N, there_N = _at(one_N, changed_N), _at(other_N, changed_N)
+    same_numbers = _same_numbers(here_N, there_N)
     if same_numbers:
         return same_numbers
     bits = int.from_bytes(bytes(flipped_NB[changed_N[0]].tolist()), "little")
-    apart = _ulps(one_N[changed_N], other_N[changed_N])
+    apart = _ulps(here_N, there_N)
     if len(changed_N) == 1 and bits.bit_count() == 1:
         return f"bit {bits.bit_length() - 1} of element {changed_N[0]}{apart}"
     total = one_N.numel()
     return f"{len(changed_N)} of {total} elements{apart}, the first is element {changed_N[0]}"
+
+
+def _at(flat_N: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """Some of the elements; those of one byte as bytes, because older torch cannot pick float8."""
+    if flat_N.element_size() > 1:
+        return flat_N[places]
+    return flat_N.view(torch.uint8)[places].view(flat_N.dtype)
 
 
 _AS_INTEGERS = {

@@ -6,6 +6,7 @@ of position times word, both modulo 2^64. Run with ``-s`` to see the table.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import reduce
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ def ours(batch_TN: torch.Tensor) -> torch.Tensor:
 
 
 def xor(batch_TN: torch.Tensor) -> torch.Tensor:
-    return torch.hash_tensor(batch_TN, 1).view(torch.int64)[:, None]
+    if hasattr(torch, "hash_tensor"):
+        return torch.hash_tensor(batch_TN, 1).view(torch.int64)[:, None]
+    words_TN = batch_TN.view(INTEGER[batch_TN.dtype])  # torch 2.8 has none
+    return reduce(torch.bitwise_xor, words_TN.unbind(1)).to(torch.int64)[:, None]
 
 
 def linear(batch_TN: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,8 @@ MADE: dict[str, Callable[[Parameters], list[optim.Optimizer]]] = {
 }
 MADE["SGD with momentum"] = lambda ps: [optim.SGD(ps, lr=0.1, momentum=0.9)]
 MADE["Lookahead"] = lambda ps: [Lookahead(ps)]
-MADE["Muon and AdamW"] = muon_and_adamw
+if hasattr(optim, "Muon"):  # since torch 2.9
+    MADE["Muon and AdamW"] = muon_and_adamw
 MADE["PowerSGD"] = MADE["SGD with momentum"]
 
 

@@ -13,7 +13,7 @@ def test_the_limits_hold_in_every_situation_at_a_thousand_ranks() -> None:
         capture_output=True, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
 
-    *rows, last = run.stdout.splitlines()
+    *rows, last = (x for x in run.stdout.splitlines() if not x.startswith("[Gloo]"))  # torch 2.8's
     assert (run.returncode, run.stderr) == (0, ""), run.stdout
     assert last.startswith("The limits hold up to 1,024 ranks")
     assert sum(row.startswith("| 1,024 |") for row in rows) == 13
