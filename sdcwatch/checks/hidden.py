@@ -38,6 +38,7 @@ from sdcwatch.core.text import list_names
 
 _LARGEST = 4 << 20  # bytes of a tensor that is copied
 _TOTAL = 64 << 20
+_SUMMED = 256 << 20  # bytes of an array, which has no version, that is read to see whether it moved
 _THINGS = 5_000  # looked at before a replay
 _ITEMS = 1_000  # of a container that are looked into
 _INSTALLED = ("site-packages", "dist-packages", str(Path(__file__).parents[1]))
@@ -266,7 +267,7 @@ class HiddenState:
         return undo
 
     def _keep_array(self, array: Any) -> Callable[[], bool | None] | None:
-        if array.dtype.hasobject or not array.flags.writeable:
+        if array.dtype.hasobject or not array.flags.writeable or array.nbytes > _SUMMED:
             return None
         self._bytes += array.nbytes
         if array.nbytes > _LARGEST or self._bytes > _TOTAL:
