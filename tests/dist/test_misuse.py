@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from array import array
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -457,9 +458,11 @@ def test_a_start_that_fails_leaves_nothing_behind_on_any_rank(
 def noisy(
     rank: int, group: Any, run_dir: str, kind: str, probability: float, steps: int
 ) -> dict[str, Any]:
-    restless = random.SystemRandom()  # seeded by the system, differently in every process and replay
+    calls = array("q", [0])  # goes on in replays: nothing knows how to put it back
 
     def restlessly(value: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        restless = random.Random(f"{rank} {calls[0]}")
         if restless.random() >= probability:
             return value
         noise = 1e-4 * restless.random()
@@ -501,6 +504,8 @@ def test_a_computation_that_seldom_repeats_names_nobody(
 ) -> None:
     left = same(pool.run(noisy, WORLD, str(tmp_path), "output", probability, 30))
     assert [v for v in left["verdicts"] if v[3] or v[2] == "suspect"] == []
+    ((coverage, reason),) = left["preflight"]
+    assert (coverage, "repeat" in reason) == (Coverage.OFF, True)
 
 
 def in_another_environment(rank: int, group: Any, run_dir: str, fact: str) -> dict[str, Any]:
