@@ -30,6 +30,8 @@ class Introduction:
         info: Who and where it is.
         run: What it would call the run; the name of rank 0 counts.
         run_id: What tells it from another run of that name; that of rank 0 counts.
+        apart: What its directory's name has behind it, where a job has several guards; that of
+            rank 0 counts.
         options: Options that decide when ranks meet, those that are not the default, as text.
         schema: Digest of the model's schema; see `schema_digest`.
         files: How many more files and sockets it may open.
@@ -42,6 +44,7 @@ class Introduction:
     schema: str
     files: int
     run_id: str = ""
+    apart: str = ""
     unused: tuple[str, ...] = ()
 
     def encode(self) -> bytes:

@@ -17,7 +17,6 @@ step, ranks are not at the same place, and everybody learns it together.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import struct
@@ -33,7 +32,9 @@ import torch.distributed as dist
 from sdcwatch.config import gloo_interfaces
 from sdcwatch.core.waiting import Answer, Finding, Position, Stage, describe, judge_wait
 from sdcwatch.errors import ConfigurationError, Desync, RankGone
+from sdcwatch.guard import waits
 from sdcwatch.guard.arrivals import Arrivals
+from sdcwatch.guard.places import Place
 from sdcwatch.guard.waits import DeviceResult, HostBuffer, Messages, issued, unfinished
 from sdcwatch.guard.watchdog import Answering, LivenessCheck, bounded, ran_apart
 
@@ -151,6 +152,7 @@ class GlooExchange:
         device: Where the two-word all-reduce of a step runs; CUDA means DDP's own group.
 
     Attributes:
+        first_rank: The first global rank of the group.
         on_absent: Called with what a liveness check found, the operation, and the seconds waited.
         liveness: The liveness check.
 
@@ -174,6 +176,8 @@ class GlooExchange:
         self._store = _own_store(parent)
         self._deadline, self._late = deadline_seconds, late_seconds
         self.on_absent: Callable[[Finding, str, float], None] | None = None
+        self.first_rank: int = dist.get_process_group_ranks(parent)[0]
+        self._place: Place | None = None
         self.liveness = LivenessCheck(self._store, self.rank, self.world_size)
         self._await_everyone()
         # From here on a rank that is long, with its files for instance, is not taken for dead.
@@ -208,6 +212,13 @@ class GlooExchange:
             finding = Finding(store_error="" if group is None else problem)
             self._gone(finding, "sdcwatch.init", time.monotonic() - started, problem)
         return group
+
+    def claim(self, name: str) -> int:
+        """Which guard of this job it is with that name, from 1 on; until `close`. No collective."""
+        c10d = dist.distributed_c10d
+        shared = c10d.PrefixStore("sdcwatch/places/", c10d._get_default_store())
+        self._place = Place(shared, name)
+        return self._place.number
 
     def connect(self, partners: Sequence[int]) -> None:
         """Make connections now, so that no audit has to, all within one deadline.
@@ -318,7 +329,7 @@ class GlooExchange:
                     break
                 patience = max(1.0, min(self._deadline, RECHECK_SECONDS))
         except BaseException:
-            _keep_for_good(self._group)  # what was begun is still under way
+            waits.keep_for_good(self._group)  # what was begun is still under way
             if isinstance(work, Messages):
                 work.give_up()
             raise
@@ -341,7 +352,7 @@ class GlooExchange:
             Whether the operation ended well while the others were asked.
         """
         # Also if it ends well: a group that an operation was late on may never be destroyed.
-        _keep_for_good(self._group)
+        waits.keep_for_good(self._group)
         finding = self.liveness.call_of_broken(at) if broken else self.liveness.call(at)
         answer = judge_wait(
             finding,
@@ -409,6 +420,8 @@ class GlooExchange:
 
     def close(self) -> None:
         """Answer other ranks no more; the group lives as long as the process."""
+        if self._place is not None:
+            self._place.release()
         self._answering.close()
 
 
@@ -425,15 +438,6 @@ def lazy_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> An
         gloo.create_device(interface=name, lazy_init=True) for name in gloo_interfaces()
     ] or [gloo.create_default_device(lazy_init=True)]
     return gloo(store, rank, world_size, options)
-
-
-def _keep_for_good(group: Any) -> None:
-    """Give a group a reference that nobody lets go of.
-
-    The destructor of a gloo group joins operations that are under way, until its hard timeout: two
-    hours here, after a rank has gone. `abort` does not end them. A process that ends frees it all.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _own_store(parent: Any) -> Any:

@@ -6,16 +6,18 @@ import contextlib
 import os
 import re
 import resource
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from sdcwatch.config import GuardConfig
+from sdcwatch.config import GuardConfig, LauncherEnvironment
 from sdcwatch.core.introduction import Introduction, file_problem
 from sdcwatch.core.topology import Topology, partners
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.sinks import patience
 from sdcwatch.sinks.patience import Errand
+from sdcwatch.sinks.wandb import active_run_id
 
 _MANY_FILES = 2**20
 _T = TypeVar("_T")
@@ -84,10 +86,17 @@ def answered(path: Path, do: Callable[[], _T]) -> _T:
     return results[0]
 
 
-def run_dir_of(config: GuardConfig, run: str) -> Path:
-    """Where the event log of a run goes: one folder, whatever characters its name has."""
+def run_dir_of(config: GuardConfig, run: str, apart: str = "") -> Path:
+    """Where the event log of a run goes: one folder, whatever characters its name has.
+
+    Args:
+        config: May name it.
+        run: Name of the run.
+        apart: What stands behind either name, where a job has several guards.
+    """
+    run += apart
     if config.run_dir is not None:
-        return Path(config.run_dir)
+        return Path(f"{Path(config.run_dir)}{apart}")
     return Path("sdcwatch-runs") / re.sub(r"[/\0]|^\.+$", "-", run)
 
 
@@ -108,3 +117,9 @@ def make_run_dir(path: Path) -> None:
             "directory that every rank's user may write."
         )
         raise ConfigurationError(msg) from error
+
+
+def run_name(config: GuardConfig, environment: LauncherEnvironment) -> str:
+    """Name of the run: configured, else the launcher's, else the W&B run's, else the start time."""
+    known = config.run or environment.run or active_run_id()
+    return known or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime())

@@ -56,6 +56,7 @@ from sdcwatch.guard.files import (
     open_files_left,
     require_files,
     run_dir_of,
+    run_name,
 )
 from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, WeightCheck
 from sdcwatch.guard.guarded import (
@@ -69,6 +70,7 @@ from sdcwatch.guard.guarded import (
 from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
 from sdcwatch.guard.leaving import export_seconds, exporters
 from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation
+from sdcwatch.guard.places import apart
 from sdcwatch.guard.preflight import Preflight, ReplayCheck
 from sdcwatch.guard.replay import AuditPolicy, RingAudit, SegmentMemory
 from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder, open_console
@@ -82,7 +84,6 @@ from sdcwatch.guard.window import Recorder
 from sdcwatch.sinks.base import Sink
 from sdcwatch.sinks.build import build_sinks
 from sdcwatch.sinks.jsonl import run_id_of, segments_of
-from sdcwatch.sinks.wandb import active_run_id
 
 MIB = 2**20
 
@@ -94,6 +95,7 @@ class Meeting:
     Attributes:
         run: Name of the run.
         run_id: The same in every segment of it, another in a run of the same name.
+        run_dir: Where it is written.
         topology: Who is where.
         audits_off: Why there will be no audits, or "".
         notes: What a person should know from the start.
@@ -102,6 +104,7 @@ class Meeting:
 
     run: str
     run_id: str
+    run_dir: Path
     topology: Topology
     audits_off: str
     notes: tuple[str, ...]
@@ -190,10 +193,12 @@ def meet(
     schema = schema_of(guarded.replicated(buffers=config.buffers))
     environment = launcher_environment()
     run = run_name(config, environment)
-    place = run_dir_of(config, run)
+    behind = _apart(exchange, run_dir_of(config, run)) if exchange.rank == 0 else ""
+    place = run_dir_of(config, run, behind)
     own = Introduction(
         info=own_identity(exchange.rank, config, environment, guarded.device),
         run=run,
+        apart=behind,
         options=_shared_options(config),
         schema=schema_digest(schema),
         # Only rank 0 is sure to see the log of earlier segments.
@@ -217,10 +222,27 @@ def meet(
     require_files(ranks, files_needed(len(ranks), 0 if off else most_partners(topology)))
     exchange.connect(others)
     unguarded = why_partly_guarded(guarded.module, guarded.optimizers)
-    said = (note if not off else "", off, unguarded, what_is_left_out(guarded))
+    first = ranks[0]
+    several = _SEVERAL.format(run=first.run + first.apart) if first.apart else ""
+    said = (several, note if not off else "", off, unguarded, what_is_left_out(guarded))
     notes = tuple(n for n in said if n)
     earlier = frozenset[Device]() if off else tell_matched(exchange, infos, place)
-    return Meeting(ranks[0].run, ranks[0].run_id, topology, off, notes, earlier)
+    return Meeting(
+        run=first.run + first.apart,
+        run_id=first.run_id,
+        run_dir=run_dir_of(config, first.run, first.apart),
+        topology=topology,
+        audits_off=off,
+        notes=notes,
+        matched_earlier=earlier,
+    )
+
+
+def _apart(exchange: GlooExchange, run_dir: Path) -> str:
+    """What tells this guard's run from those of other guards of the job, or ""."""
+    # Of a host: ranks on different ones may name their own disks alike.
+    name = f"{socket.gethostname()}/{exchange.first_rank}/{run_dir.absolute()}"
+    return apart(exchange.first_rank, exchange.claim(name))
 
 
 def tell_matched(exchange: Exchange, infos: Sequence[RankInfo], run_dir: Path) -> frozenset[Device]:
@@ -247,7 +269,7 @@ def _report(
 ) -> Reporter:
     """Open the event log and the sinks, and give out the start record."""
     environment = launcher_environment()
-    run_dir = run_dir_of(config, meeting.run)
+    run_dir = meeting.run_dir
     answered(run_dir, lambda: make_run_dir(run_dir))
     start = _start_record(config, guarded, meeting, run_dir)
     dispatcher, lines = build_sinks(
@@ -483,12 +505,6 @@ def _watchdog(config: GuardConfig, exchange: GlooExchange, reporter: Reporter) -
     return watchdog
 
 
-def run_name(config: GuardConfig, environment: LauncherEnvironment) -> str:
-    """Name of the run: configured, else the launcher's, else the W&B run's, else the start time."""
-    known = config.run or environment.run or active_run_id()
-    return known or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime())
-
-
 def own_identity(
     rank: int, config: GuardConfig, environment: LauncherEnvironment, device: torch.device
 ) -> RankInfo:
@@ -516,6 +532,7 @@ def _gpu(device: torch.device) -> tuple[int | None, str | None]:
     return index, None if uuid is None else f"GPU-{uuid}"
 
 
+_SEVERAL = "this job has several guards: this one's run is {run}, in a directory of its own"
 _HISTORY_ANEW = (
     "the run goes on from step {step}, but its directory holds nothing of what was before: the "
     "history starts anew, without earlier suspects and checkpoints. Keep run_dir on storage that "

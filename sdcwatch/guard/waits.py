@@ -8,6 +8,7 @@ A wait of gloo's that times out ends every connection of the group; here none do
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -174,3 +175,12 @@ def unfinished(work: Any, seconds: float) -> str | None:
         under_way = time.monotonic() - started >= seconds
         return "" if under_way else str(error).splitlines()[0]
     return None
+
+
+def keep_for_good(group: Any) -> None:
+    """Give a group a reference that nobody lets go of.
+
+    The destructor of a gloo group joins operations that are under way, until its hard timeout: two
+    hours here, after a rank has gone. `abort` does not end them. A process that ends frees it all.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -262,7 +262,8 @@ class MemoryExchange(GlooExchange):
             self._await_everyone()
         self._answering = Answering(self.liveness, client.clone())
         self._group = MemoryGroup(hub, rank)
-        self._device_group = None
+        self._device_group = self._place = None
+        self.first_rank = 0
 
     @contextmanager
     def others_turn(self) -> Iterator[None]:
@@ -277,6 +278,9 @@ class MemoryExchange(GlooExchange):
         work = issued(issue)
         with self.others_turn():
             return super()._await(lambda: work, operation, extra_seconds)
+
+    def claim(self, name: str) -> int:
+        return 1
 
     def gather(self, message: bytes, operation: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         work, rows = self._group.gather(message)

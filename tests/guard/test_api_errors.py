@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.config import GuardConfig
-from sdcwatch.core.records import Note
+from sdcwatch.core.records import Note, RunStarted
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 from sdcwatch.guard.guarded import is_compiled, unguarded_parameters
+from sdcwatch.guard.places import apart
 from sdcwatch.guard.setup import run_dir_of
 from sdcwatch.sinks.jsonl import read_records
 
@@ -469,6 +470,37 @@ def test_a_run_directory_that_does_not_answer_is_refused_in_time(
     assert f"nothing from {place} for 0.3 s" in expected_got_do(caught.value)
     with (place / "events.jsonl").open("wb"):  # lets the thread go that reads there
         pass
+
+
+def test_two_guards_of_a_script_have_a_run_and_a_directory_each(bench: Bench) -> None:
+    def guard() -> sdcwatch.Guard:
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return sdcwatch.init(model, optimizer, run="gan", **bench.options)
+
+    def runs(folder: Path) -> list[str]:
+        return [r.run for r in read_records(folder) if isinstance(r, RunStarted)]
+
+    place = Path(bench.options["run_dir"])
+    second = place.with_name(f"{place.name}-2")
+    for segments in (1, 2):  # a restart finds them where they were
+        guards = [guard(), guard()]
+        for one in guards:
+            one.close()
+        assert runs(place) == ["gan"] * segments
+        assert runs(second) == ["gan-2"] * segments
+    notes = [note for r in read_records(second) if isinstance(r, RunStarted) for note in r.notes]
+    assert any("this one's run is gan-2" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("first_rank", "number", "name"),
+    [(0, 1, ""), (0, 2, "-2"), (4, 1, "-from-rank-4"), (4, 3, "-from-rank-4-3")],
+)
+def test_guards_of_other_groups_of_ranks_are_told_apart_by_name(
+    first_rank: int, number: int, name: str
+) -> None:
+    assert apart(first_rank, number) == name
 
 
 def test_a_second_guard_on_a_guarded_model_is_refused(bench: Bench, guard: sdcwatch.Guard) -> None:
