@@ -21,9 +21,9 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from types import ModuleType
@@ -187,18 +187,38 @@ def run_threads(world_size: int, body: Callable[[ThreadExchange], T]) -> list[T]
     return results
 
 
-def fork_server(*preload: str) -> ForkServerContext:
+_PRELOADED = ("sdcwatch.testing", "sdcwatch.guard.api", "torch._dynamo")
+_SERVERS: dict[tuple[str, ...], forkserver.ForkServer] = {}
+
+
+def fork_server() -> ForkServerContext:
     """A context whose fork server imports torch once for all processes.
 
     The compiler too, because DDP and optimizers import it: seconds in each process otherwise.
-
-    Args:
-        *preload: Further modules, where no fork server runs yet.
     """
     context = get_context("forkserver")
-    ours = ["sdcwatch.testing", "sdcwatch.guard.api", "torch._dynamo"]
-    context.set_forkserver_preload([*ours, *preload])
+    context.set_forkserver_preload(list(_PRELOADED))
     return context
+
+
+@contextlib.contextmanager
+def _server_of(preload: tuple[str, ...]) -> Iterator[None]:
+    """Processes that start here come from a server that has imported these modules too.
+
+    The one of the whole program keeps what it began with, and a pool may have started it before.
+    """
+    if not preload:
+        yield
+        return
+    if preload not in _SERVERS:
+        _SERVERS[preload] = forkserver.ForkServer()
+        _SERVERS[preload].set_forkserver_preload([*_PRELOADED, *preload])
+    usual = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _SERVERS[preload].connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = usual
 
 
 class RankFailed(AssertionError):
@@ -242,7 +262,7 @@ class GlooPool:
         Raises:
             RankFailed: `body` raised on a rank, or did not return in time. The pool starts anew.
         """
-        self._start()
+        self.start()
         path = sys.modules[body.__module__].__file__
         job = (os.path.abspath(str(path)), body.__qualname__, ranks, arguments)
         try:
@@ -289,19 +309,25 @@ class GlooPool:
             connection.close()
         self._workers.clear()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the processes, where none run; `run` does it too.
+
+        Raises:
+            RankFailed: One did not start in time.
+        """
         if self._workers:
             return
-        context = fork_server(*self._preload)
+        context = fork_server()
         port = free_port()
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, self.world_size, port), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+        with _server_of(self._preload):
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(theirs, rank, self.world_size, port), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._workers.append((process, ours))
         for rank, (_, connection) in enumerate(self._workers):
             if not connection.poll(START_SECONDS):
                 self.close(kill=True)

@@ -10,6 +10,7 @@ from sdcwatch.testing import GlooPool
 @pytest.fixture(scope="session")
 def pool() -> Iterator[GlooPool]:
     pool = GlooPool(3)
+    pool.start()  # outside of the time that a test has
     yield pool
     pool.close()
 
@@ -17,5 +18,6 @@ def pool() -> Iterator[GlooPool]:
 @pytest.fixture(scope="session")
 def larger_pool() -> Iterator[GlooPool]:
     pool = GlooPool(4)
+    pool.start()  # outside of the time that a test has
     yield pool
     pool.close()
