@@ -7,7 +7,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate import Accelerator
-from loops import SAVE_EVERY, Harness, Net, loader
+from loops import SAVE_EVERY, Harness, Net, as_launched, loader
 from torch import nn
 
 import sdcwatch
@@ -38,3 +38,39 @@ def accelerated(harness: Harness, group: Any) -> nn.Module:
         if guard is not None:
             guard.close()
     return net
+
+
+BAD = 5
+
+
+def through_a_nan(rank: int, group: Any, run_dir: str) -> dict[str, Any]:
+    """Guarded, with a NaN on one rank at step `BAD`; and unguarded, without the update of it."""
+    as_launched(rank)
+    left: list[Any] = []
+    before = torch.get_rng_state()
+    for guarded in (True, False):
+        accelerate.state.AcceleratorState._reset_state()
+        accelerate.state.GradientState._reset_state()
+        harness = Harness(rank, run_dir, guarded=guarded, faults=None)
+        torch.manual_seed(0)
+        net = Net()
+        made = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(made, 2, gamma=0.5)
+        model, optimizer = Accelerator(cpu=True).prepare(net, made)
+        guard = sdcwatch.init(model, optimizer, **harness.options) if guarded else None
+        for step, batch in enumerate(loader(rank), start=1):
+            torch.manual_seed(100 * rank + step)
+            if guarded or step != BAD:
+                poison = float("nan") if (rank, step) == (1, BAD) else 1.0
+                (model(**batch)["loss"] * poison).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            schedule.step()
+        if guard is not None:
+            guard.close()
+            left.append([told for told in harness.story() if told[1] == "skip"])
+        left += [net.state_dict(), made.state_dict()["state"], schedule.get_last_lr()]
+    torch.set_rng_state(before)
+    skips, weights, state, rates, *others = left
+    torch.testing.assert_close((weights, state), tuple(others[:2]), rtol=0, atol=0)
+    return {"skips": skips, "rates": rates == others[2]}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,3 +47,16 @@ def test_a_clean_guarded_run_has_the_weights_and_the_logs_of_an_unguarded_one(
         assert row["logs"] == plain["logs"]
         assert len(row["logs"]) >= 12
         assert [coverage for coverage, _ in row["preflight"]] == ["full"]
+
+
+def by_accelerate(rank: int, group: Any, run_dir: str) -> dict[str, Any]:
+    from accelerate_loop import through_a_nan
+
+    return through_a_nan(rank, group, run_dir)
+
+
+def test_a_skip_of_accelerates_optimizer_is_as_if_the_update_had_been_left_out(
+    pool: GlooPool, tmp_path: Path
+) -> None:
+    for row in pool.run(by_accelerate, WORLD, str(tmp_path)):
+        assert row == {"skips": [(5, "skip", "nonfinite")], "rates": True}

@@ -136,3 +136,13 @@ def test_a_recipe_runs_as_it_stands_is_covered_in_full_and_trains_the_same_weigh
 def test_every_framework_of_the_table_has_a_recipe() -> None:
     expected = ["transformers", "Lightning", "Fabric", "accelerate", "timm", "nanoGPT"]
     assert list(BLOCKS) == [*expected, "PyTorch's imagenet example"]
+
+
+def test_the_table_says_how_many_lines_are_added_and_that_is_three_at_most() -> None:
+    table = re.findall(r"^\| (\S+)[^|]* \| [^|]+ \| (\d+) \|", TEXT, flags=re.MULTILINE)
+    said = {name: int(lines) for name, lines in table}
+    own = said.pop("a")  # loop of your own
+    assert said.keys() < BLOCKS.keys()
+    added = {name: block.count("# guard") for name, block in BLOCKS.items()}
+    assert added == {name: said.get(name, own) for name in BLOCKS}
+    assert max(added.values()) <= 3
