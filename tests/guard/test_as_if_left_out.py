@@ -63,6 +63,15 @@ MADE: dict[str, Callable[[Parameters], list[optim.Optimizer]]] = {
     name: lambda parameters, kind=kind: [kind(parameters, lr=0.01)]
     for name, kind in OF_TORCH.items()
 }
+VARIANTS: dict[str, Callable[[Parameters], optim.Optimizer]] = {
+    "Adam amsgrad": lambda ps: optim.Adam(ps, lr=0.01, amsgrad=True),
+    "AdamW fused": lambda ps: optim.AdamW(ps, lr=0.01, fused=True),
+    "NAdam with decay": lambda ps: optim.NAdam(ps, lr=0.01, momentum_decay=0.1),
+    "Adagrad with decay": lambda ps: optim.Adagrad(ps, lr=0.01, lr_decay=0.1),
+    "RMSprop centered": lambda ps: optim.RMSprop(ps, lr=0.01, momentum=0.9, centered=True),
+    "SGD with weight decay": lambda ps: optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.1),
+}
+MADE |= {name: lambda ps, make=make: [make(ps)] for name, make in VARIANTS.items()}
 MADE["SGD with momentum"] = lambda ps: [optim.SGD(ps, lr=0.1, momentum=0.9)]
 MADE["Lookahead"] = lambda ps: [Lookahead(ps)]
 if hasattr(optim, "Muon"):  # since torch 2.9

@@ -132,9 +132,9 @@ PLANS: dict[str, tuple[str, dict[str, Any], int]] = {
         {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_steps": 6},
         6,
     ),
-    "a parameter used directly": ("direct", {}, 12),
-    "a loss that communicates": ("gathering", {}, 12),
-    "manual optimisation": ("gan", {"max_steps": 12}, 12),
+    "a parameter used directly": ("direct", {"max_steps": 6}, 6),
+    "a loss that communicates": ("gathering", {"max_steps": 6}, 6),
+    "manual optimisation": ("gan", {"max_steps": 8}, 8),
 }
 
 

@@ -207,14 +207,21 @@ def test_a_train_that_begins_again_closes_the_guard_before(
 # --- settings that people train with ---
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "accumulation in bf16": {"gradient_accumulation_steps": 2, "bf16": True, "max_steps": 6},
-    "checkpointing": {"gradient_checkpointing": True},
+    "accumulation in bf16, with label smoothing": {
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+        "label_smoothing_factor": 0.1,
+    },
+    "checkpointing, and evaluation in between": {
+        "gradient_checkpointing": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_on_start": True,
+    },
     "reentrant checkpointing": {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
-    "label smoothing": {"label_smoothing_factor": 0.1},
-    "evaluation in between": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
 }
 
 
@@ -224,7 +231,8 @@ def with_settings(rank: int, group: Any, run_dir: str, name: str) -> dict[str, A
     left = []
     for guarded in (False, True):
         made = harness(rank, f"{run_dir}/{guarded}", guarded=guarded)
-        trainer = make_trainer(made, build=gpt2, **{"save_strategy": "no", **SETTINGS[name]})
+        changed = {"save_strategy": "no", "max_steps": 5, **SETTINGS[name]}
+        trainer = make_trainer(made, build=gpt2, **changed)
         trainer.train()
         left.append((digest(trainer.model), logs_of(trainer)))
     done = [r for r in made.memory.records if type(r) is PreflightDone]

@@ -1,4 +1,4 @@
-"""One rank of the all-reduce tests: trains small DDP models and prints digests as one JSON line."""
+"""The all-reduce site on real DDP: three gloo ranks, where 1/W and division by W differ in bits."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import contextlib
 import hashlib
 import itertools
 import json
-import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.faults import Fault, FaultPlan, Injector
+from sdcwatch.testing import GlooPool
 
+pytestmark = pytest.mark.dist
+
+WORLD_SIZE = 3
 STEPS = 3
 NEVER = 10_000
 
@@ -42,19 +46,27 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def train(plan: FaultPlan | None, *, accumulate: int = 1, set_to_none: bool = True,
-          zero_late: bool = False, **ddp: Any) -> tuple[str, Injector | None]:  # fmt: skip
+def train(
+    group: Any,
+    plan: FaultPlan | None,
+    *,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+    zero_late: bool = False,
+    **ddp: Any,
+) -> tuple[str, Injector | None]:
     net = build(unused="find_unused_parameters" in ddp)
-    model = DistributedDataParallel(net, bucket_cap_mb=0.002, **ddp)
+    model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.002, **ddp)
+    rank = dist.get_rank(group)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     injector = None
     if plan is not None:
-        injector = Injector(plan, rank=dist.get_rank())
+        injector = Injector(plan, rank=rank)
         injector.attach(model, optimizer)
-        pair = injector.comm_hook()
+        pair = injector.comm_hook(group)
         assert pair is not None
         model.register_comm_hook(*pair)
-    torch.manual_seed(10 + dist.get_rank())
+    torch.manual_seed(10 + rank)
     for step in range(1, STEPS + 1):
         if injector is not None:
             injector.begin_step(step)
@@ -73,7 +85,7 @@ def train(plan: FaultPlan | None, *, accumulate: int = 1, set_to_none: bool = Tr
     return hashlib.sha256(weights).hexdigest(), injector
 
 
-def compare_with_plain() -> dict[str, list[str]]:
+def compare_with_plain(group: Any) -> dict[str, list[str]]:
     quiet = FaultPlan(faults=(Fault(site="all_reduce", kind="nan", ranks="all", step=NEVER),))
     results = {}
     for view, none, late, accumulate in itertools.product((False, True), repeat=4):
@@ -82,33 +94,55 @@ def compare_with_plain() -> dict[str, list[str]]:
             if accumulate and "static_graph" in extra:
                 continue  # DDP itself fails: its first backward has to synchronise
             how = {**options, "accumulate": 1 + accumulate, **extra}
-            results[json.dumps(how)] = [train(None, **how)[0], train(quiet, **how)[0]]
+            results[json.dumps(how)] = [train(group, None, **how)[0], train(group, quiet, **how)[0]]
     return results
 
 
-def planted() -> dict[str, Any]:
+def planted(group: Any) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for ranks in ((1,), "all"):
         for target in (None, "0.weight", "4.bias"):
             fault = Fault(
                 site="all_reduce", kind="bit_flip", bit=20, ranks=ranks, step=2, target=target
             )
-            digest, injector = train(FaultPlan(faults=(fault,), seed=3))
+            digest, injector = train(group, FaultPlan(faults=(fault,), seed=3))
             assert injector is not None
             log = [[p.step, p.target, p.element, p.after, p.changed] for p in injector.log]
             results[f"{ranks} {target}"] = {"digest": digest, "log": log}
     return results
 
 
-def main() -> None:
-    rank, world_size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    result = {"compared": compare_with_plain(), "planted": planted()}
-    print(json.dumps(result), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+def work(rank: int, group: Any) -> dict[str, Any]:
+    return {"compared": compare_with_plain(group), "planted": planted(group)}
 
 
-if __name__ == "__main__":
-    main()
+@pytest.fixture(scope="module")
+def ranks(pool: GlooPool) -> list[dict[str, Any]]:
+    return pool.run(work, WORLD_SIZE)
+
+
+def test_hook_without_a_due_fault_trains_bit_for_bit_as_plain_ddp(ranks: Any) -> None:
+    for rank in ranks:
+        different = [how for how, (plain, hook) in rank["compared"].items() if plain != hook]
+        assert different == []
+        assert len(rank["compared"]) == 40
+
+
+@pytest.mark.parametrize("target", [None, "0.weight", "4.bias"])
+def test_fault_on_one_rank_makes_that_replica_alone_differ(ranks: Any, target: Any) -> None:
+    runs = [rank["planted"][f"(1,) {target}"] for rank in ranks]
+    assert runs[0]["digest"] == runs[2]["digest"] != runs[1]["digest"]
+    assert [len(run["log"]) for run in runs] == [0, 1, 0]
+    assert runs[1]["log"][0][:2] == [2, target or ""]
+    assert runs[1]["log"][0][4] == 1
+
+
+@pytest.mark.parametrize("target", [None, "0.weight", "4.bias"])
+def test_fault_on_all_ranks_is_equal_on_all_and_changes_the_run(ranks: Any, target: Any) -> None:
+    runs = [rank["planted"][f"all {target}"] for rank in ranks]
+    assert runs[0] == runs[1] == runs[2]
+    assert len(runs[0]["log"]) == 1
+    how = json.dumps(
+        {"gradient_as_bucket_view": False, "set_to_none": True, "zero_late": False, "accumulate": 1}
+    )
+    assert runs[0]["digest"] != ranks[0]["compared"][how][0]
