@@ -70,7 +70,9 @@ def go(rank: int, group: Any, run_dir: str, counts: list[int], broken: bool) -> 
             optimizer.zero_grad()
             count = counts[step % len(counts)]
             for k in range(count):
-                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(99 * step + 9 * k + rank))
+                x = torch.randn(
+                    3, 4, generator=torch.Generator().manual_seed(99 * step + 9 * k + rank)
+                )
                 x[0, 0] = k
                 with contextlib.nullcontext() if k == count - 1 else model.no_sync():
                     (model(x).square().mean() / count).backward()

@@ -19,7 +19,6 @@ from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import (
     Cause,
     Coverage,
-    Outcome,
     PreflightDone,
     SkipReason,
     UpdateSkipped,

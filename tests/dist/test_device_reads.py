@@ -55,9 +55,7 @@ class Operations(TorchDispatchMode):
             self.reading.append(name)
         device = (kwargs or {}).get("device")
         to_host = name == "aten::_to_copy" and torch.device(device or "meta").type == "cpu"
-        into_buffer = (
-            name == "aten::copy_" and args[0].untyped_storage().data_ptr() == self._memory
-        )
+        into_buffer = name == "aten::copy_" and args[0].untyped_storage().data_ptr() == self._memory
         if to_host or into_buffer:
             self.copies += 1
         return func(*args, **(kwargs or {}))

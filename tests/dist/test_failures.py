@@ -21,8 +21,8 @@ from sdcwatch.errors import (
     EXIT_RANK_GONE,
     EXIT_SCHEMA,
 )
-from sdcwatch.sinks.jsonl import read_records
 from sdcwatch.guard.watchdog import WINDOW_SECONDS
+from sdcwatch.sinks.jsonl import read_records
 from sdcwatch.testing import fork_server, free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]  # on a loaded machine a start takes long

@@ -28,6 +28,7 @@ from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
 from training import QUIET
+
 pytestmark = pytest.mark.dist
 
 AUDIT = 8
@@ -56,7 +57,7 @@ class Codes(nn.Module):
 
 
 class Observed(nn.Module):
-    """Smallest and largest values, for a quantisation to come; one takes its shape from the data."""
+    """Smallest and largest values, for a quantisation to come; one has a shape of the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class Run:
 
 
 def spoilt(run: Run, how: str, step: int) -> None:
-    """One step in which something goes wrong on one rank; statistics take finite garbage or a NaN."""
+    """One step that goes wrong on one rank; statistics take finite garbage or a NaN."""
     nan, large = float("nan"), 1e15  # its square is finite too
     if how == "a NaN":
         run.step(step, inputs=nan if run.rank == 0 else 1.0)
@@ -232,7 +233,9 @@ def masked(rank: int, group: Any, run_dir: str) -> list[tuple[str, str]]:
         optimizer.step()
     guard.save_checkpoint(lambda: None)
     guard.close()
-    return [(c.result.value, c.reason.value) for c in memory.records if isinstance(c, CheckpointEvent)]
+    return [
+        (c.result.value, c.reason.value) for c in memory.records if isinstance(c, CheckpointEvent)
+    ]
 
 
 def test_a_mask_of_minus_infinities_is_no_reason_to_withhold(

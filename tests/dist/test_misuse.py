@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from array import array
 import threading
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
 from training import QUIET
+
 pytestmark = pytest.mark.dist
 
 WORLD = 3

@@ -185,7 +185,9 @@ class Views(nn.Module):
         return self.last(self.act(self.flat(self.first(x))))
 
 
-def faulty(rank: int, group: Any, run_dir: str, build: Callable[[], nn.Module], fault: Fault) -> Any:
+def faulty(
+    rank: int, group: Any, run_dir: str, build: Callable[[], nn.Module], fault: Fault
+) -> Any:
     options = {"audit_every": AUDIT, "fingerprint_every": 1, "run_dir": run_dir}
     job = Job(build=build, plan=FaultPlan(faults=(fault,)), guard=options, steps=AUDIT)
     return train(rank, group, job)

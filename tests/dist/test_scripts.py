@@ -29,6 +29,7 @@ from sdcwatch.testing import GlooPool, MemorySink
 
 sys.path.insert(0, str(Path(__file__).parent))
 from training import QUIET
+
 pytestmark = pytest.mark.dist
 
 WORLD = 3

@@ -1,4 +1,4 @@
-"""What is said to be skipped is skipped, whoever steps; after `m06_skip_not_carried_out`, `m12_sam`."""
+"""What is said to be skipped is skipped, whoever steps: `m06_skip_not_carried_out`, `m12_sam`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,10 @@ def made_anew(loop: Loop, step: int, held: dict[str, Any]) -> None:
 
 def on_the_rest(loop: Loop, step: int, held: dict[str, Any]) -> None:
     if step == 1:
-        held["one"], held["two"] = loop.sgd(loop.net[0].parameters()), loop.sgd(loop.net[2].parameters())
+        held["one"], held["two"] = (
+            loop.sgd(loop.net[0].parameters()),
+            loop.sgd(loop.net[2].parameters()),
+        )
         held["guard"] = loop.guard(held["one"])
     loop.backward(step)
     held["one"].step()
@@ -212,9 +215,7 @@ def run(rank: int, group: Any, run_dir: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(LOOPS))
-def test_m06_a_skip_is_carried_out_whoever_steps(
-    pool: GlooPool, tmp_path: Path, name: str
-) -> None:
+def test_m06_a_skip_is_carried_out_whoever_steps(pool: GlooPool, tmp_path: Path, name: str) -> None:
     row = pool.run(run, 3, str(tmp_path), name)[0]
     assert row["finite"]
     assert row["skips"] == [BAD]
@@ -398,9 +399,7 @@ def in_the_backward(rank: int, group: Any, run_dir: str) -> str:
     return ""
 
 
-def test_a_step_from_inside_the_backward_is_refused_by_name(
-    pool: GlooPool, tmp_path: Path
-) -> None:
+def test_a_step_from_inside_the_backward_is_refused_by_name(pool: GlooPool, tmp_path: Path) -> None:
     said = pool.run(in_the_backward, 3, str(tmp_path))[0]
     assert said.startswith("Expected updates after the backward, but got a step of SGD")
     assert "2.bias" in said
