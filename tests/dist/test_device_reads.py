@@ -174,6 +174,9 @@ def one_device_hangs(rank: int, group: Any) -> tuple[str, float]:
         exchange.max_and_read(torch.tensor([rank, -rank]), torch.zeros(1), "the backward")
     except RankGone as error:
         return str(error), time.monotonic() - started
+    finally:  # the other one ends its run, where it would go on
+        exchange.leave("the run ended")
+        exchange.close()
     return "", time.monotonic() - started
 
 
