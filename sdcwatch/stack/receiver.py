@@ -97,6 +97,11 @@ def _deeper_than(value: object, levels: int) -> bool:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a sender that hung up before its answer."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
     def server_bind(self) -> None:
         """Bind, without asking DNS for the name of the host as `HTTPServer` does."""
         TCPServer.server_bind(self)
