@@ -554,7 +554,7 @@ def _same_numbers(one_N: torch.Tensor, other_N: torch.Tensor) -> str:
     if not one_N.is_floating_point():
         return ""
     changed_N = (_bytes(one_N) != _bytes(other_N)).any(1)
-    one_N, other_N = one_N[changed_N].to(torch.float64), other_N[changed_N].to(torch.float64)
+    one_N, other_N = one_N.to(torch.float64)[changed_N], other_N.to(torch.float64)[changed_N]
     zeros_N = one_N == other_N  # equal with other bits: the two zeros
     nans_N = one_N.isnan() & other_N.isnan()
     if not (zeros_N | nans_N).all():
