@@ -204,7 +204,7 @@ class Course:
             site="activation",
             kind="scale",
             factor=1.01,
-            target=target,
+            target=target.removeprefix("_orig_mod."),  # the injector looks through a compiled model
             ranks=(self.broken,),
             steps=(self.fault_from, self.last),
             persistence="sticky",
