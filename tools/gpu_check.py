@@ -271,16 +271,14 @@ class Loop:
         synchronise(self.device)
         return (torch.cuda.max_memory_allocated(self.device) - before) / (1 << 20)
 
-    def close(self, group: Any) -> dict[str, Any]:
-        """End the run; what its summary says, on every rank."""
-        told: list[Any] = [None]
+    def close(self) -> dict[str, Any]:
+        """End the run; what its summary says, on the rank that writes one."""
+        self.injector.detach()
         if self.guard is not None:
             self.guard.close()
-            path = self.run_dir / "summary.json"
-            told = [json.loads(path.read_text(encoding="utf-8")) if path.exists() else None]
-        dist.broadcast_object_list(told, src=0, group=group)
-        self.injector.detach()
-        return told[0] or {}
+        path = self.run_dir / "summary.json"
+        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return told
 
 
 @contextlib.contextmanager
@@ -309,7 +307,7 @@ def audited(
         loop = Loop(rank, group, place(name), dtype, guard={"audit_every": 1})
         for _ in range(steps):
             loop.step()
-        return loop.close(group)
+        return loop.close()
 
 
 def wrong(rank: int, group: Any, name: str) -> dict[str, Any]:
@@ -325,7 +323,7 @@ def wrong(rank: int, group: Any, name: str) -> dict[str, Any]:
         )  # fmt: skip
         for _ in range(8):
             loop.step()
-        return loop.close(group)
+        return loop.close()
 
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -354,7 +352,7 @@ def costs(rank: int, group: Any, name: str, rounds: int) -> dict[str, tuple[floa
             seconds[variant].append(timed(device, loops[variant].step))
     peaks = {variant: loop.peak_mib() for variant, loop in loops.items()}
     for loop in loops.values():
-        loop.close(group)
+        loop.close()
     plain = seconds["plain DDP"]
     return {
         variant: (

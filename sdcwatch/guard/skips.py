@@ -21,8 +21,6 @@ from sdcwatch.guard.window import Decision
 UNSURE = 4
 """Backwards whose weights are fingerprinted, where somebody else's optimizer may write to `.data`;
 so many more whenever an update does not follow."""
-
-
 FORGET = 20
 """Updates of one backward each, in a row, after which those of two are forgotten."""
 

@@ -27,6 +27,7 @@ import sdcwatch
 from sdcwatch.core.records import PreflightDone, UpdateSkipped, Verdict
 from sdcwatch.errors import CorruptionDetected
 from sdcwatch.faults import Fault, FaultPlan, Injector
+from sdcwatch.faults.targets import bare_module
 from sdcwatch.testing import MemorySink
 
 WORLD, BROKEN = 3, 1
@@ -193,18 +194,14 @@ class Course:
         return torch.randint(classes, (rows,), generator=draw)
 
     def _break(self, model: nn.Module) -> None:
-        bare = model
-        while isinstance(getattr(bare, "_orig_mod", None), nn.Module):
-            bare = bare._orig_mod
-        assert isinstance(bare, DistributedDataParallel)
         target = self.fault or next(
-            n for n, m in bare.module.named_modules() if isinstance(m, nn.Linear)
+            n for n, m in bare_module(model).named_modules() if isinstance(m, nn.Linear)
         )
         fault = Fault(
             site="activation",
             kind="scale",
             factor=1.01,
-            target=target.removeprefix("_orig_mod."),  # the injector looks through a compiled model
+            target=target,
             ranks=(self.broken,),
             steps=(self.fault_from, self.last),
             persistence="sticky",
