@@ -17,6 +17,7 @@ import gc
 import hashlib
 import importlib.util
 import os
+import random
 import socket
 import sys
 import threading
@@ -26,6 +27,7 @@ from datetime import timedelta
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -225,11 +227,27 @@ class RankFailed(AssertionError):
     """A function raised on a rank of the pool; the message is that rank's traceback."""
 
 
+_ANY_PORT = random.SystemRandom()  # tests seed the usual one
+
+
 def free_port() -> int:
-    """A port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that was free a moment ago, and that nobody gets by chance.
+
+    Not one that the system gives out by itself: connections that other processes open meanwhile
+    would take it before it is listened on.
+
+    Raises:
+        OSError: None was found.
+    """
+    given_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(given_out.read_text().split()[0]) if given_out.is_file() else 32768
+    for _ in range(1000):
+        port = _ANY_PORT.randrange(min(10240, lowest // 2), lowest)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    msg = f"Expected a free port below {lowest}, but got none in 1000 tries. End what listens."
+    raise OSError(msg)
 
 
 MAX_THREADS = 45

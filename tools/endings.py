@@ -72,7 +72,7 @@ def launched(times: int) -> int:
             for one in case.iter("property"):
                 seconds.setdefault(name, []).append(float(one.get("value", "nan")))
             if not passed:
-                print(f"  {case.get('name')}", flush=True)
+                print(f"  {case.get('name')}: {_why(case)}", flush=True)
     print(f"\n{'ending':50} {'right':>9} {'seconds: median':>16} {'longest':>8}")
     for name, count in right.items():
         took = seconds.get(name)
@@ -86,6 +86,12 @@ def larger(tests: Path, **more: str) -> int:
     done = play(tests, **more)
     print(done.stdout if done.returncode else last_line(done), flush=True)
     return done.returncode
+
+
+def _why(case: ET.Element) -> str:
+    """The end of what went wrong."""
+    found = (case.find(kind) for kind in ("failure", "error"))
+    return next((one.get("message", "")[-1500:] for one in found if one is not None), "")
 
 
 def _row(test: str) -> str:

@@ -7,7 +7,6 @@ import gzip
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sdcwatch.testing import free_port
 
 RECORDINGS = Path(__file__).parents[1] / "tests" / "monitor" / "recordings"
 START_SECONDS = 60
@@ -164,9 +165,7 @@ def recorded_prometheus(folder: Path, more: Sequence[str] = ()) -> Iterator[Reco
         plain.write_text("\n".join([*more, "# EOF", ""]), encoding="utf-8")
         _create(plain, data)
     (folder / "prometheus.yml").write_text("global: {scrape_interval: 1m}\n", encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         prometheus,
         f"--config.file={folder / 'prometheus.yml'}",

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -26,16 +25,10 @@ import yaml
 
 from sdcwatch.core.records import Record
 from sdcwatch.sinks.jsonl import read_records
-from sdcwatch.testing import load_file
+from sdcwatch.testing import free_port, load_file
 
 LINGER_SECONDS = 5.0
 RUN_SECONDS = 1100.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Prometheus:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
+from sdcwatch.testing import free_port
 
 SINK_TESTS = Path(__file__).parents[1] / "sinks"
 
@@ -24,12 +25,6 @@ pytestmark = [
         reason="openwandb is not installed: pip install openwandb",
     ),
 ]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Server:

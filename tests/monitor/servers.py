@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -20,6 +19,7 @@ import yaml
 
 from sdcwatch.monitor.config import MonitorConfig
 from sdcwatch.monitor.rulefiles import alertmanager_settings, example_receivers
+from sdcwatch.testing import free_port
 
 RULES = Path(__file__).parents[2] / "alerts" / "sdcwatch.rules.yml"
 
@@ -30,12 +30,6 @@ def binary(*names: str) -> str:
         if found := shutil.which(name):
             return found
     pytest.skip(f"none of {names} on the PATH: apt-get install prometheus prometheus-alertmanager")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def ask(url: str, body: object = None) -> Any:

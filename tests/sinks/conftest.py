@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from sdcwatch import testing
 from sdcwatch.config import LauncherEnvironment, TelemetryConfig
 from sdcwatch.core.records import (
     Action,
@@ -401,12 +402,7 @@ def series():
 
 @pytest.fixture
 def free_port():
-    def find():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    return find
+    return testing.free_port
 
 
 class Collector:
