@@ -26,8 +26,8 @@ from sdcwatch.core.waiting import Finding
 from sdcwatch.errors import RankGone
 from sdcwatch.guard.exchange import Operation, agree
 from sdcwatch.guard.guarded import Guarded
+from sdcwatch.guard.meeting import Meeting, meet
 from sdcwatch.guard.replay import AuditPolicy, AuditResult, OwnStep, RingAudit, SegmentMemory
-from sdcwatch.guard.setup import Meeting, meet
 
 sys.path.insert(0, str(Path(__file__).parent))
 from in_memory import LIGHT, Client, Hub, MemoryExchange, MemoryStore, Traffic
@@ -36,7 +36,7 @@ WORLD, A_NODE = 256, 8
 AUDITS = int(os.environ.get("SDCWATCH_AUDITS", "3"))
 WRONG, STRAGGLER, KILLED = 100, 77, 200
 WRONG_AT, LATE_AT = 2, 3
-DEADLINE_SECONDS, WINDOW_SECONDS = 2.0, 3.0
+DEADLINE_SECONDS, WINDOW_SECONDS = 2.0, 10.0  # 256 threads answer on one core
 NAMES = ("embedding", "head")
 REQUESTS = 20
 """Of one rank in the store, in a liveness check; the one that asks reads bitmaps besides."""
@@ -152,14 +152,14 @@ class Run:
         )
         rank.exchange, rank.meeting = exchange, meet(exchange, config, self._guarded)
         rank.at_init, exchange._group.traffic = exchange.traffic, Traffic()
-        exchange._deadline = DEADLINE_SECONDS
+        exchange._waiting._deadline = DEADLINE_SECONDS
 
         def absent(finding: Finding, operation: str, waited: float) -> None:
             rank.late.append(finding)
             if finding.behind == (STRAGGLER,):
                 self._somebody_is_late.set()
 
-        exchange.on_absent = absent
+        exchange.on_absent(absent)
         return exchange
 
     def _at_the_end_of(self, rank: Rank, step: int) -> None:
@@ -244,6 +244,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others_and_nobody_healthy_is(run:
 
 
 def test_what_a_rank_asks_of_the_store_while_it_waits_is_bounded(run: Run) -> None:
-    most = sorted(rank.requests for rank in run.ranks)
+    # The one that is killed may never have had to ask: it waited for the straggler alone.
+    most = sorted(rank.requests for rank in run.ranks if rank.number != KILLED)
     assert most[0] > 0
     assert most[-8] <= REQUESTS  # but for those that asked for all
