@@ -43,13 +43,13 @@ from sdcwatch.core.topology import RankInfo, Topology, candidate_pairings, draw_
 from sdcwatch.core.waiting import Stage, describe, judge_wait
 from sdcwatch.guard.arrivals import ARRIVED, Arrivals
 from sdcwatch.guard.bitmap import mark
-from sdcwatch.guard.exchange import lazy_group
 from sdcwatch.guard.fingerprint import (
     ReplicaSet,
     WeightCheck,
     pack_fingerprints,
     unpack_fingerprints,
 )
+from sdcwatch.guard.group import lazy_group
 from sdcwatch.guard.nonfinite import NonfiniteInvestigation
 from sdcwatch.guard.replay import AuditResult
 from sdcwatch.guard.reporter import VerdictBuilder

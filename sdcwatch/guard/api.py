@@ -33,12 +33,13 @@ from sdcwatch.errors import (
     RankGone,
     SdcwatchError,
 )
+from sdcwatch.guard.build import register_hook
 from sdcwatch.guard.checkpoint import require_place
 from sdcwatch.guard.exchange import Operation, agree
 from sdcwatch.guard.join import JoinableGuard
 from sdcwatch.guard.optimizer import Adoption, OptimizerHooks, WrapperHooks
 from sdcwatch.guard.reporter import LOG
-from sdcwatch.guard.setup import assemble, register_hook
+from sdcwatch.guard.setup import assemble
 from sdcwatch.guard.sigterm import Terminated, TerminationHandler
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Every collective of the guard, behind one protocol. The only module that talks to the backend.
+"""Every collective of the guard, behind one protocol.
 
 Control traffic runs on a gloo group of the guard's own, so that it cannot interleave with DDP's.
 Each operation is issued async and waited for with a *soft* deadline, which leaves the group usable.
@@ -17,10 +17,8 @@ step, ranks are not at the same place, and everybody learns it together.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -29,19 +27,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from sdcwatch.config import gloo_interfaces
-from sdcwatch.core.waiting import Answer, Finding, Position, Stage, describe, judge_wait
-from sdcwatch.errors import ConfigurationError, Desync, RankGone
-from sdcwatch.guard import waits
-from sdcwatch.guard.arrivals import Arrivals
+from sdcwatch.core.waiting import Stage
+from sdcwatch.errors import Desync
+from sdcwatch.guard.group import own_group, require_process_group
 from sdcwatch.guard.places import Place
-from sdcwatch.guard.waits import DeviceResult, HostBuffer, Messages, issued, unfinished
-from sdcwatch.guard.watchdog import Answering, LivenessCheck, bounded, ran_apart
+from sdcwatch.guard.waits import DeviceResult, HostBuffer, Messages, OnAbsent, Waiting
 
-RECHECK_SECONDS = 60.0
-"""Time between two liveness checks while a rank is late."""
-MOMENT_SECONDS = 0.5
-"""What an operation may take to end once its last rank has come."""
 SAVE_SECONDS = 3600.0
 """How long other ranks wait for one that saves a checkpoint."""
 HARD_SECONDS = 2 * SAVE_SECONDS
@@ -153,7 +144,6 @@ class GlooExchange:
 
     Attributes:
         first_rank: The first global rank of the group.
-        on_absent: Called with what a liveness check found, the operation, and the seconds waited.
         liveness: The liveness check.
 
     Raises:
@@ -171,47 +161,24 @@ class GlooExchange:
     ) -> None:
         require_process_group()
         parent = process_group if process_group is not None else dist.group.WORLD
-        self.rank = dist.get_rank(parent)
-        self.world_size = dist.get_world_size(parent)
-        self._store = _own_store(parent)
-        self._deadline, self._late = deadline_seconds, late_seconds
-        self.on_absent: Callable[[Finding, str, float], None] | None = None
-        self.first_rank: int = dist.get_process_group_ranks(parent)[0]
+        # Far above the soft deadline: it would destroy the group.
+        hard_seconds = max(HARD_SECONDS, 2 * late_seconds, 20 * deadline_seconds)
+        own = own_group(parent, deadline_seconds=deadline_seconds, hard_seconds=hard_seconds)
+        self.rank, self.world_size, self.first_rank = own.rank, own.world_size, own.first_rank
+        self._store, self.liveness, self._answering = own.store, own.liveness, own.answering
+        self._group: Any = own.gloo
+        self._waiting = Waiting(
+            own.liveness, own.gloo, deadline_seconds=deadline_seconds, late_seconds=late_seconds
+        )
         self._place: Place | None = None
-        self.liveness = LivenessCheck(self._store, self.rank, self.world_size)
-        self._await_everyone()
-        # From here on a rank that is long, with its files for instance, is not taken for dead.
-        self._answering = Answering(self.liveness, self._store.clone())
-        try:
-            self._group: Any = self._make_group()
-        except BaseException:
-            self._answering.close()
-            raise
         # No device is told of by whoever has only tensors of the host.
         device = device or torch.device("cpu")
         self._device_group = parent if device.type == "cuda" else None
         self._buffer = HostBuffer(device)
 
-    def _await_everyone(self) -> None:
-        """Meet in the store first: making a group waits for its hard timeout."""
-        started = time.monotonic()
-        finding, problem = Arrivals(self._store, self.rank, self.world_size).meet(self._deadline)
-        if finding is not None:
-            self._gone(finding, "sdcwatch.init", time.monotonic() - started, problem)
-
-    def _make_group(self) -> Any:
-        # Made directly rather than by new_group, which every rank of the job would have to call,
-        # and whose counters must agree on all of them. The hard timeout is far above the soft
-        # deadline: it would destroy the group.
-        hard = timedelta(seconds=max(HARD_SECONDS, 2 * self._late, 20 * self._deadline))
-        started = time.monotonic()
-        group, problem = bounded(
-            lambda: lazy_group(self._store, self.rank, self.world_size, hard), self._deadline
-        )
-        if problem:
-            finding = Finding(store_error="" if group is None else problem)
-            self._gone(finding, "sdcwatch.init", time.monotonic() - started, problem)
-        return group
+    def on_absent(self, told: OnAbsent) -> None:
+        """Have somebody told of each liveness check that found ranks absent. No collective."""
+        self._waiting.on_absent = told
 
     def claim(self, name: str) -> int:
         """Which guard of this job it is with that name, from 1 on; until `close`. No collective."""
@@ -230,7 +197,7 @@ class GlooExchange:
         """
         one = {rank: torch.ones(1, dtype=torch.uint8, device="cpu") for rank in partners}
         got = {rank: torch.empty(1, dtype=torch.uint8, device="cpu") for rank in partners}
-        self._await(lambda: self._messages(one, got), "sdcwatch.init")
+        self._waiting.wait(lambda: self._messages(one, got), "sdcwatch.init")
 
     def max_int64s(
         self,
@@ -241,7 +208,7 @@ class GlooExchange:
     ) -> tuple[int, ...]:
         """Element-wise maximum; see `Exchange.max_int64s`."""
         tensor = torch.tensor(words, dtype=torch.int64, device="cpu")
-        self._await(lambda: self._max(tensor), operation, extra_seconds)
+        self._waiting.wait(lambda: self._max(tensor), operation, extra_seconds)
         return tuple(tensor.tolist())
 
     def _max(self, tensor: torch.Tensor) -> Any:
@@ -269,7 +236,7 @@ class GlooExchange:
             blocks = group._get_backend(words.device).name().lower() != "nccl"
             return DeviceResult(work, result, self._buffer, blocks=blocks)
 
-        read = self._await(issue, operation).values()
+        read = self._waiting.wait(issue, operation).values()
         floats = struct.pack(f"={len(read) - count}q", *read[count:])
         return tuple(read[:count]), list(struct.unpack(f"={len(floats) // 8}d", floats))
 
@@ -277,13 +244,13 @@ class GlooExchange:
         """Every rank's message; see `Exchange.gather`. Sizes travel first."""
         own = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         sizes = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._await(lambda: self._group.allgather([sizes], [own]), operation, extra_seconds)
+        self._waiting.wait(lambda: self._group.allgather([sizes], [own]), operation, extra_seconds)
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
         if message:
             padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         rows = [torch.empty_like(padded) for _ in range(self.world_size)]
-        self._await(lambda: self._group.allgather([rows], [padded]), operation)
+        self._waiting.wait(lambda: self._group.allgather([rows], [padded]), operation)
         return [bytes(row[:n].numpy()) for row, n in zip(rows, lengths, strict=True)]
 
     def route(
@@ -298,11 +265,11 @@ class GlooExchange:
             for r, t in outgoing.items()
         }
         expected = {r: torch.zeros(1, dtype=torch.int64, device="cpu") for r in incoming}
-        self._await(lambda: self._messages(sizes, expected), operation)
+        self._waiting.wait(lambda: self._messages(sizes, expected), operation)
         buffers = {
             r: torch.empty(int(n), dtype=torch.uint8, device="cpu") for r, n in expected.items()
         }
-        self._await(lambda: self._messages(outgoing, buffers), operation)
+        self._waiting.wait(lambda: self._messages(outgoing, buffers), operation)
         return buffers
 
     def _messages(
@@ -311,100 +278,14 @@ class GlooExchange:
         works = [self._group.recv([t], r, 0) for r, t in buffers.items()]
         return Messages(works + [self._group.send([t], r, 0) for r, t in outgoing.items()])
 
-    def _await(self, issue: Callable[[], Any], operation: str, extra_seconds: float = 0.0) -> Any:
-        """Issue an operation and wait for it, asking where the others are when it takes long.
-
-        Returns:
-            What `issue` returned.
-        """
-        at = self.liveness.begin(operation)
-        started = time.monotonic()
-        patience = self._deadline
-        work: Any = None
-        try:
-            work = issued(issue)
-            while (broken := unfinished(work, patience)) is not None:
-                waited = time.monotonic() - started
-                if self._finished_meanwhile(work, at, operation, waited, broken, extra_seconds):
-                    break
-                patience = max(1.0, min(self._deadline, RECHECK_SECONDS))
-        except BaseException:
-            waits.keep_for_good(self._group)  # what was begun is still under way
-            if isinstance(work, Messages):
-                work.give_up()
-            raise
-        finally:
-            self.liveness.end(operation)
-        return work
-
-    def _finished_meanwhile(
-        self,
-        work: Any,
-        at: Position,
-        operation: str,
-        waited: float,
-        broken: str,
-        extra_seconds: float,
-    ) -> bool:
-        """The operation takes long, or broke: find out why; raises unless it is worth waiting.
-
-        Returns:
-            Whether the operation ended well while the others were asked.
-        """
-        # Also if it ends well: a group that an operation was late on may never be destroyed.
-        waits.keep_for_good(self._group)
-        finding = self.liveness.call_of_broken(at) if broken else self.liveness.call(at)
-        answer = judge_wait(
-            finding,
-            waited_seconds=waited - extra_seconds,
-            late_seconds=self._late,
-            broken=bool(broken),
-        )
-        # The last rank may have come while the others were asked.
-        if not broken and unfinished(work, MOMENT_SECONDS) is None:
-            return True
-        if answer is Answer.DESYNC:
-            error = ran_apart(finding)
-            LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
-            raise error
-        if answer is Answer.GONE:
-            self._gone(finding, operation, waited, broken)
-        if waited >= extra_seconds:
-            self._is_late(finding, operation, waited)
-        return False
-
-    def _is_late(self, finding: Finding, operation: str, waited: float) -> None:
-        if not (finding.elected or self.rank == 0):
-            return
-        if self.on_absent is not None and finding.absent:
-            self.on_absent(finding, operation, waited)
-        else:
-            LOG.warning("%s takes long (%.0f s): %s", operation, waited, describe(finding))
-
-    def _gone(self, finding: Finding, operation: str, waited: float, problem: str) -> None:
-        if self.on_absent is not None and finding.is_told_by(self.rank):
-            self.on_absent(finding, operation, waited)
-        said = [describe(finding), f"waited {waited:.1f} s"]
-        if problem:
-            said[-1] += f": {problem[:120]}"
-        gone = RankGone(finding.named, "; ".join(said), operation)
-        if self.on_absent is None:  # during init: nobody has said it yet
-            LOG.critical(gone)
-        raise gone
-
     def mark_joined(self) -> None:
         """See `Exchange.mark_joined`."""
         self._store.set("joined", "1")
 
     def anyone_joined(self) -> bool:
         """See `Exchange.anyone_joined`."""
-        began = time.monotonic()
-        # A store on a host that was cut off never answers, and this thread is the training thread.
-        joined, problem = bounded(lambda: self._store.check(["joined"]), self._deadline)
-        if problem:
-            operation = "asking the store who has run out of inputs"
-            self._gone(Finding(store_error=problem), operation, time.monotonic() - began, "")
-        return bool(joined)
+        asking = "asking the store who has run out of inputs"
+        return bool(self._waiting.ask(lambda: self._store.check(["joined"]), asking))
 
     def all_joined(self) -> None:
         """See `Exchange.all_joined`."""
@@ -423,49 +304,6 @@ class GlooExchange:
         if self._place is not None:
             self._place.release()
         self._answering.close()
-
-
-def lazy_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """A gloo group that connects two ranks when they first talk, and not everybody with everybody.
-
-    A full mesh is W - 1 sockets on every rank, and 8 W² bytes in the store. It talks over the
-    interfaces of GLOO_SOCKET_IFNAME, as a group that torch makes does.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [
-        gloo.create_device(interface=name, lazy_init=True) for name in gloo_interfaces()
-    ] or [gloo.create_default_device(lazy_init=True)]
-    return gloo(store, rank, world_size, options)
-
-
-def _own_store(parent: Any) -> Any:
-    """A corner of the default store for one exchange: the same on every rank, and never reused.
-
-    Ranks count their arrivals in the store; an exchange of W ranks is one generation of W arrivals.
-    """
-    c10d = dist.distributed_c10d
-    # By the full list: groups that overlap may share first, last and number of ranks.
-    ranks = dist.get_process_group_ranks(parent)
-    listed = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=12).hexdigest()
-    corner = c10d.PrefixStore(f"sdcwatch/{listed}/", c10d._get_default_store())
-    generation = (corner.add("arrivals", 1) - 1) // len(ranks)
-    return c10d.PrefixStore(f"{generation}/", corner)
-
-
-def require_process_group() -> None:
-    """Check that torch.distributed is initialised.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        msg = (
-            "Expected an initialised process group, but got none. Call "
-            "torch.distributed.init_process_group() before sdcwatch.init()."
-        )
-        raise ConfigurationError(msg)
 
 
 def all_reduce_async(tensor: torch.Tensor, group: Any) -> torch.futures.Future[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.fingerprint import split_local
-from sdcwatch.core.text import list_names
-from sdcwatch.errors import ConfigurationError, nearest
+from sdcwatch.core.text import count, list_names
+from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.hook import released_probes
 from sdcwatch.guard.loss_scale import LossScale
-from sdcwatch.guard.optimizer import held_by, parameters_of, steppers
+from sdcwatch.guard.optimizer import Steppers, held_by, steppers
 
 _WRAPPED_IN = ("_orig_mod", "_forward_module")
 """Where torch.compile and Fabric keep what they wrap."""
+Schema = tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,10 @@ class Guarded:
         loss_scale: In the gradients of the model.
         wrappers: What steps around optimizers and takes no hooks.
         local: Names of parameters and buffers that belong to each rank alone.
+        spoken: Each parameter's name for a person: of a tied weight, all its names.
+        schema: Name, shape and dtype of each tensor that is the same on every rank.
+        unused: Patterns of the option `local` that match nothing here.
+        notes: What a person should know of what is not guarded.
     """
 
     model: torch.nn.Module
@@ -48,6 +53,10 @@ class Guarded:
     loss_scale: LossScale = field(default_factory=LossScale)
     wrappers: tuple[Any, ...] = ()
     local: frozenset[str] = frozenset()
+    spoken: Mapping[str, str] = field(default_factory=dict)
+    schema: Schema = ()
+    unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def compared(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
@@ -74,21 +83,24 @@ class Guarded:
         """Whether DDP reduces gradients in the backward of the call that it makes now."""
         return self.ddp is None or bool(self.ddp.require_backward_grad_sync)
 
-    def spoken(self) -> dict[str, str]:
-        """Each parameter's name for a person: of a tied weight, all its names."""
-        names: dict[int, list[str]] = {}
-        for name, p in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(p), []).append(name.replace("_orig_mod.", ""))
-        others = {n: [o for o in names.get(id(p), ()) if o != n] for n, p in self.named}
-        return {n: f"{n} (also {', '.join(also)})" if also else n for n, also in others.items()}
-
     def replicated(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
         """Tensors that must hold the same bits on every rank."""
-        tensors: list[tuple[str, torch.Tensor]] = list(self.compared)
-        if buffers:
-            floating = (one for one in self.module.named_buffers() if one[1].is_floating_point())
-            tensors += [(n, b) for n, b in floating if plain_name(n) not in self.local]
-        return tensors
+        return replicas(self.module, self.compared, self.local, buffers=buffers)
+
+
+def replicas(
+    module: torch.nn.Module,
+    compared: Sequence[tuple[str, torch.Tensor]],
+    local: Collection[str],
+    *,
+    buffers: bool,
+) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, and if asked for the floating-point buffers, that are the same on every rank."""
+    tensors = list(compared)
+    if buffers:
+        floating = (one for one in module.named_buffers() if one[1].is_floating_point())
+        tensors += [(n, b) for n, b in floating if plain_name(n) not in local]
+    return tensors
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -146,60 +158,81 @@ def ignored_by_ddp(ddp: DistributedDataParallel | None) -> frozenset[str]:
     return frozenset(plain_name(name) for held in every for name in held)
 
 
-def what_is_guarded(
-    model: torch.nn.Module,
-    ddp: DistributedDataParallel | None,
-    optimizers: tuple[torch.optim.Optimizer, ...],
-    config: GuardConfig,
-) -> tuple[Guarded, tuple[str, ...]]:
-    """What is guarded, and the patterns of the option `local` that match nothing here."""
-    bare = bare_module(model)
-    named = tuple(bare.named_parameters())
+def what_is_guarded(model: torch.nn.Module, optimizer: Any, config: GuardConfig) -> Guarded:
+    """Check what `sdcwatch.init` was given, on this rank alone, and say what of it is guarded.
+
+    Raises:
+        ConfigurationError: Something cannot be guarded; the message says what to do.
+    """
+    if not isinstance(model, torch.nn.Module):
+        msg = (
+            f"Expected `model` to be a torch.nn.Module, but got {type(model)}. Pass the DDP model."
+        )
+        raise ConfigurationError(msg)
+    found = _look_through(optimizer)
+    bare, given, ddp = bare_module(model), unwrapped(model), find_ddp(model)
+    module = given if ddp is None else ddp.module
+    ignored, named = ignored_by_ddp(ddp), tuple(bare.named_parameters())
+    spoken = spoken_names(module, named)
+    _refuse_sharding(model, [o for each in found for o in each.optimizers])
+    _require_ddp(model, ddp, config)
+    optimizers = _updating(found, {id(p) for _, p in named})
     names = [*(n for n, _ in named), *(n for n, _ in bare.named_buffers())]
-    _, local, unused = split_local(names, local=config.local, ignored=ignored_by_ddp(ddp))
+    _, local, unused = split_local(names, local=config.local, ignored=ignored)
     if set(local).issuperset(n for n, _ in named):
         msg = (
             f"Expected parameters that are the same on every rank, but got `local` {config.local} "
             f"and DDP's ignore list, which leave out all {len(named)}. Name fewer of them."
         )
         raise ConfigurationError(msg)
-    guarded = Guarded(
+    compared = [(n, p) for n, p in named if n not in local]
+    same = replicas(module, compared, local, buffers=config.buffers)
+    return Guarded(
         model=model,
-        given=unwrapped(model),
+        given=given,
         ddp=ddp,
-        module=unwrapped(model) if ddp is None else ddp.module,
+        module=module,
         optimizers=optimizers,
         named=named,
         device=named[0][1].device,
         loss_scale=LossScale(config.scaler),
+        wrappers=_each_once([w for each in found for w in each.wrappers]),
         local=frozenset(local),
+        spoken=spoken,
+        schema=tuple((name, str(tuple(t.shape)), str(t.dtype)) for name, t in same),
+        unused=unused,
+        notes=_left_out(module, optimizers, sorted(local)),
     )
-    return guarded, unused
 
 
-def require_used(unused: Sequence[str], guarded: Guarded) -> None:
-    """Check that each pattern of the option `local` names something.
+def spoken_names(
+    module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]
+) -> dict[str, str]:
+    """Each parameter's name for a person: of a tied weight, all its names."""
+    names: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(plain_name(name))
+    others = {n: [o for o in names.get(id(p), ()) if o != n] for n, p in named}
+    return {n: f"{n} (also {', '.join(also)})" if also else n for n, also in others.items()}
 
-    Raises:
-        ConfigurationError: One matches no parameter and no buffer of any rank.
-    """
-    if unused:
-        names = sorted({n for n, _ in (*guarded.named, *guarded.module.named_buffers())})
-        msg = (
-            f"Expected every pattern in `local` to match a parameter or a buffer, but got "
-            f"{', '.join(map(repr, unused))}, which match none. {nearest(unused[0], names)}"
+
+def _left_out(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], local: Sequence[str]
+) -> tuple[str, ...]:
+    """Sentences about parameters that another optimizer updates, and tensors of one rank alone."""
+    notes, names = [], unguarded_parameters(module, optimizers)
+    if names:
+        notes.append(
+            f"{count(len(names), 'trainable parameter')} ({list_names(names)}) not in the "
+            "optimizers that init was given: after a failed check only their updates are skipped. "
+            "Pass every optimizer, as sdcwatch.init(model, [one, other])"
         )
-        raise ConfigurationError(msg)
-
-
-def what_is_left_out(guarded: Guarded) -> str:
-    """A sentence about tensors that each rank has for itself, or ""."""
-    if not guarded.local:
-        return ""
-    return (
-        f"{list_names(sorted(guarded.local))} belong to each rank alone, by DDP's ignore list or "
-        "`local`: they are compared with no other rank's, and their gradients are not audited"
-    )
+    if local:
+        notes.append(
+            f"{list_names(local)} belong to each rank alone, by DDP's ignore list or `local`: they "
+            "are compared with no other rank's, and their gradients are not audited"
+        )
+    return tuple(notes)
 
 
 def is_compiled(model: torch.nn.Module, module: torch.nn.Module) -> bool:
@@ -224,30 +257,19 @@ def unguarded_parameters(
     return [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
 
 
-def require_guardable(
-    model: torch.nn.Module, optimizer: Any, config: GuardConfig
-) -> tuple[DistributedDataParallel | None, tuple[torch.optim.Optimizer, ...], tuple[Any, ...]]:
-    """Check what `sdcwatch.init` was given.
-
-    Returns:
-        The DDP wrapper or None, the optimizers that take hooks, and what else steps around them.
-
-    Raises:
-        ConfigurationError: Something cannot be guarded; the message says what to do.
-    """
-    if not isinstance(model, torch.nn.Module):
-        msg = (
-            f"Expected `model` to be a torch.nn.Module, but got {type(model)}. Pass the DDP model."
-        )
-        raise ConfigurationError(msg)
+def _look_through(optimizer: Any) -> list[Steppers]:
+    """What each of the given optimizers is made of."""
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    found = list(map(steppers, given))
-    if not found:
+    if not given:
         msg = "Expected one optimizer or more, but got none. Pass those that update the model."
         raise ConfigurationError(msg)
-    for one in (o for each in found for o in each.optimizers):
-        _refuse_sharding(model, one)
-    ddp = find_ddp(model)
+    return list(map(steppers, given))
+
+
+def _require_ddp(
+    model: torch.nn.Module, ddp: DistributedDataParallel | None, config: GuardConfig
+) -> None:
+    """Check that there is a DDP model if it is needed, and one whose gradients can be screened."""
     if ddp is None and config.audit_every is not None:
         msg = (
             "Expected `model` to be a DistributedDataParallel model, because audits are on, but "
@@ -267,19 +289,25 @@ def require_guardable(
             "as sdcwatch.init(..., comm_hook=(state, hook)) instead of registering it."
         )
         raise ConfigurationError(msg)
-    ours = {id(p) for p in bare_module(model).parameters()}
+
+
+def _updating(found: Sequence[Steppers], ours: set[int]) -> tuple[torch.optim.Optimizer, ...]:
+    """Those that update parameters of the model; one inside another may update copies of its own.
+
+    Raises:
+        ConfigurationError: None of what one given optimizer is made of does.
+    """
     optimizers: list[torch.optim.Optimizer] = []
     for each in found:
-        updating = [o for o in each.optimizers if any(id(p) in ours for p in parameters_of(o))]
+        updating = [o for o in each.optimizers if not ours.isdisjoint(held_by([o]))]
         if not updating:
             msg = (
                 "Expected `optimizer` to update parameters of `model`, but got one that holds none "
                 "of them. Build it from model.parameters()."
             )
             raise ConfigurationError(msg)
-        optimizers += updating  # one inside may update copies of its own
-    wrappers = [w for each in found for w in each.wrappers]
-    return ddp, _each_once(optimizers), _each_once(wrappers)
+        optimizers += updating
+    return _each_once(optimizers)
 
 
 def _each_once(things: Sequence[Any]) -> tuple[Any, ...]:
@@ -291,7 +319,7 @@ def _is_a(thing: object, name: str) -> bool:
     return any(kind.__name__ == name for kind in type(thing).__mro__)
 
 
-def _refuse_sharding(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _refuse_sharding(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse what keeps another part of the weights or of the state on each rank."""
     if any(_is_a(part, "FullyShardedDataParallel") for part in model.modules()):
         msg = (
@@ -307,7 +335,7 @@ def _refuse_sharding(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
             "fully_shard or tensor parallelism: shards have no replica to be compared with."
         )
         raise ConfigurationError(msg)
-    if _is_a(optimizer, "ZeroRedundancyOptimizer"):
+    if any(_is_a(one, "ZeroRedundancyOptimizer") for one in optimizers):
         msg = (
             "Expected an optimizer that updates all weights on every rank, but got "
             "ZeroRedundancyOptimizer. Pass the optimizer that it shards, built from "

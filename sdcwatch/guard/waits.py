@@ -3,12 +3,16 @@
 A result on the device is waited for by the host through an event behind its copy, with a deadline.
 
 A wait of gloo's that times out ends every connection of the group; here none does, until it is to.
+
+The deadline is a soft one, which leaves the group usable. When it passes, a liveness check finds
+out where the other ranks are, and `sdcwatch.core.waiting` says what that means.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +21,18 @@ from typing import Any
 
 import torch
 
+from sdcwatch.core.waiting import Answer, Finding, Position, describe, judge_wait
+from sdcwatch.guard.watchdog import LivenessCheck, bounded, ran_apart, rank_gone
+
+RECHECK_SECONDS = 60.0
+"""Time between two liveness checks while a rank is late."""
+MOMENT_SECONDS = 0.5
+"""What an operation may take to end once its last rank has come."""
 POLL_SECONDS = 5e-5
 """Between two looks whether the device is done."""
+LOG = logging.getLogger("sdcwatch")
+OnAbsent = Callable[[Finding, str, float], None]
+"""Told what a liveness check found, the operation, and the seconds waited."""
 
 
 class Messages:
@@ -184,3 +198,128 @@ def keep_for_good(group: Any) -> None:
     hours here, after a rank has gone. `abort` does not end them. A process that ends frees it all.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+class Waiting:
+    """Waits for operations of all ranks, and asks where the others are when one takes long.
+
+    Args:
+        liveness: Of this rank.
+        group: What the operations are issued on.
+        deadline_seconds: After that long in an operation the others are asked where they are.
+        late_seconds: How long a rank that is alive and behind is waited for.
+
+    Attributes:
+        on_absent: Told of ranks that are absent; None while `sdcwatch.init` is not through.
+    """
+
+    def __init__(
+        self,
+        liveness: LivenessCheck,
+        group: Any,
+        *,
+        deadline_seconds: float,
+        late_seconds: float,
+    ) -> None:
+        self._liveness, self._group = liveness, group
+        self._deadline, self._late = deadline_seconds, late_seconds
+        self.on_absent: OnAbsent | None = None
+
+    def wait(self, issue: Callable[[], Any], operation: str, extra_seconds: float = 0.0) -> Any:
+        """Issue an operation and wait for it.
+
+        Args:
+            issue: Begins it, and returns what can be waited for.
+            operation: What is being done, for errors.
+            extra_seconds: Added to the deadline, where one rank may be long.
+
+        Returns:
+            What `issue` returned.
+
+        Raises:
+            Desync: A rank has gone past the operation.
+            RankGone: A rank is gone, or late for too long.
+        """
+        at = self._liveness.begin(operation)
+        started = time.monotonic()
+        patience = self._deadline
+        work: Any = None
+        try:
+            work = issued(issue)
+            while (broken := unfinished(work, patience)) is not None:
+                waited = time.monotonic() - started
+                if self._finished_meanwhile(work, at, operation, waited, broken, extra_seconds):
+                    break
+                patience = max(1.0, min(self._deadline, RECHECK_SECONDS))
+        except BaseException:
+            keep_for_good(self._group)  # what was begun is still under way
+            if isinstance(work, Messages):
+                work.give_up()
+            raise
+        finally:
+            self._liveness.end(operation)
+        return work
+
+    def ask(self, question: Callable[[], Any], operation: str) -> Any:
+        """Ask the store something, in this thread's name.
+
+        Raises:
+            RankGone: It did not answer within the deadline, as that of a host that was cut off.
+        """
+        began = time.monotonic()
+        answer, problem = bounded(question, self._deadline)
+        if problem:
+            self._gone(Finding(store_error=problem), operation, time.monotonic() - began, "")
+        return answer
+
+    def _finished_meanwhile(
+        self,
+        work: Any,
+        at: Position,
+        operation: str,
+        waited: float,
+        broken: str,
+        extra_seconds: float,
+    ) -> bool:
+        """The operation takes long, or broke: find out why; raises unless it is worth waiting.
+
+        Returns:
+            Whether the operation ended well while the others were asked.
+        """
+        # Also if it ends well: a group that an operation was late on may never be destroyed.
+        keep_for_good(self._group)
+        finding = self._liveness.call_of_broken(at) if broken else self._liveness.call(at)
+        answer = judge_wait(
+            finding,
+            waited_seconds=waited - extra_seconds,
+            late_seconds=self._late,
+            broken=bool(broken),
+        )
+        # The last rank may have come while the others were asked.
+        if not broken and unfinished(work, MOMENT_SECONDS) is None:
+            return True
+        if answer is Answer.DESYNC:
+            error = ran_apart(finding)
+            LOG.critical(error)  # uncaught it ends the process without a word, as SystemExit does
+            raise error
+        if answer is Answer.GONE:
+            self._gone(finding, operation, waited, broken)
+        if waited >= extra_seconds:
+            self._is_late(finding, operation, waited)
+        return False
+
+    def _is_late(self, finding: Finding, operation: str, waited: float) -> None:
+        if not (finding.elected or self._liveness.rank == 0):
+            return
+        if self.on_absent is not None and finding.absent:
+            self.on_absent(finding, operation, waited)
+        else:
+            LOG.warning("%s takes long (%.0f s): %s", operation, waited, describe(finding))
+
+    def _gone(self, finding: Finding, operation: str, waited: float, problem: str) -> None:
+        if self.on_absent is not None and finding.is_told_by(self._liveness.rank):
+            self.on_absent(finding, operation, waited)
+        gone = rank_gone(finding, operation, waited, problem)
+        if self.on_absent is None:  # nobody has said it yet
+            LOG.critical(gone)
+        raise gone

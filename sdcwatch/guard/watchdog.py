@@ -352,6 +352,21 @@ def ran_apart(finding: Finding) -> Desync:
     )
 
 
+def rank_gone(finding: Finding, operation: str, waited: float, problem: str) -> RankGone:
+    """The error of an operation that will never end, because of a rank that is absent.
+
+    Args:
+        finding: What a liveness check found.
+        operation: What was being done.
+        waited: For so many seconds.
+        problem: What broke, or "".
+    """
+    said = [describe(finding), f"waited {waited:.1f} s"]
+    if problem:
+        said[-1] += f": {problem[:120]}"
+    return RankGone(finding.named, "; ".join(said), operation)
+
+
 class Answering:
     """The thread that answers questions of other ranks, whatever the training thread does.
 

@@ -46,7 +46,7 @@ from sdcwatch.sinks.base import BaseSink
 from sdcwatch.sinks.patience import READ_SECONDS, Errand
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
 EVENTS = "events.jsonl"
@@ -300,11 +300,14 @@ def _closing(line: str) -> Closing | None:
     return closing
 
 
-def run_id_of(run_dir: Path) -> str:
-    """The id of the run in this directory: that of its earlier segments, or a new one."""
-    starts = [record for record in segments_of(run_dir) if isinstance(record, RunStarted)]
-    # An unreadable log is no reason to stop a run: its id is new then.
-    return next((start.run_id for start in reversed(starts) if start.run_id), uuid.uuid4().hex)
+def run_id_of(segments: Iterable[Record]) -> str:
+    """The id of a run: that of its earlier segments, or a new one.
+
+    Args:
+        segments: See `segments_of`. An unreadable log is no reason to stop a run: its id is new.
+    """
+    known = [one.run_id for one in segments if isinstance(one, RunStarted) and one.run_id]
+    return known[-1] if known else uuid.uuid4().hex
 
 
 def segments_of(run_dir: Path) -> Iterator[RunStarted | PreflightDone]:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from sdcwatch.core.introduction import files_needed
 from sdcwatch.core.topology import EVERYBODY, RankInfo, Topology, draw_pairing, partners
-from sdcwatch.guard.exchange import GlooExchange, lazy_group
-from sdcwatch.guard.setup import open_files_left
+from sdcwatch.guard.exchange import GlooExchange
+from sdcwatch.guard.files import open_files_left
+from sdcwatch.guard.group import lazy_group
 from sdcwatch.testing import GlooPool, load_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]

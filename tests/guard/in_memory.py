@@ -16,7 +16,8 @@ import torch
 
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.guard.exchange import GlooExchange
-from sdcwatch.guard.waits import issued
+from sdcwatch.guard.group import meet_in_store
+from sdcwatch.guard.waits import Waiting, issued
 from sdcwatch.guard.watchdog import Answering, LivenessCheck
 
 LIGHT: dict[str, Callable[..., object]] = {
@@ -243,6 +244,26 @@ class MemoryGroup:
         self.traffic.held = max(self.traffic.held, held)
 
 
+class _InTurn(Waiting):
+    """Others compute while this rank waits."""
+
+    def __init__(
+        self, exchange: MemoryExchange, deadline_seconds: float, late_seconds: float
+    ) -> None:
+        super().__init__(
+            exchange.liveness,
+            exchange._group,
+            deadline_seconds=deadline_seconds,
+            late_seconds=late_seconds,
+        )
+        self._exchange = exchange
+
+    def wait(self, issue: Callable[[], Any], operation: str, extra_seconds: float = 0.0) -> Any:
+        work = issued(issue)
+        with self._exchange.others_turn():
+            return super().wait(lambda: work, operation, extra_seconds)
+
+
 class MemoryExchange(GlooExchange):
     """The exchange of one rank, on a group and a store in memory.
 
@@ -255,13 +276,12 @@ class MemoryExchange(GlooExchange):
         self._hub = hub
         self.rank, self.world_size = rank, hub.world_size
         self._store = client
-        self._deadline, self._late = deadline_seconds, late_seconds
-        self.on_absent = None
-        self.liveness = LivenessCheck(client, rank, hub.world_size)
         with self.others_turn():
-            self._await_everyone()
+            meet_in_store(client, rank, hub.world_size, deadline_seconds)
+        self.liveness = LivenessCheck(client, rank, hub.world_size)
         self._answering = Answering(self.liveness, client.clone())
         self._group = MemoryGroup(hub, rank)
+        self._waiting = _InTurn(self, deadline_seconds, late_seconds)
         self._device_group = self._place = None
         self.first_rank = 0
 
@@ -274,17 +294,12 @@ class MemoryExchange(GlooExchange):
         finally:
             self._hub.turn.acquire()
 
-    def _await(self, issue: Callable[[], Any], operation: str, extra_seconds: float = 0.0) -> Any:
-        work = issued(issue)
-        with self.others_turn():
-            return super()._await(lambda: work, operation, extra_seconds)
-
     def claim(self, name: str) -> int:
         return 1
 
     def gather(self, message: bytes, operation: str, *, extra_seconds: float = 0.0) -> list[bytes]:
         work, rows = self._group.gather(message)
-        self._await(lambda: work, operation, extra_seconds)
+        self._waiting.wait(lambda: work, operation, extra_seconds)
         return rows()
 
     def _messages(

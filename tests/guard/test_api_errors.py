@@ -21,9 +21,9 @@ import sdcwatch
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.records import Note, RunStarted
 from sdcwatch.errors import ConfigurationError, SdcwatchError
+from sdcwatch.guard.files import run_dir_of
 from sdcwatch.guard.guarded import is_compiled, unguarded_parameters
 from sdcwatch.guard.places import apart
-from sdcwatch.guard.setup import run_dir_of
 from sdcwatch.sinks.jsonl import read_records
 
 QUIET: dict[str, Any] = {"telemetry": "off", "console": False}

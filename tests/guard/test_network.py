@@ -11,7 +11,10 @@ import torch.distributed as dist
 from sdcwatch.config import gloo_interfaces
 from sdcwatch.core.waiting import Finding
 from sdcwatch.errors import RankGone
-from sdcwatch.guard.exchange import GlooExchange, lazy_group
+from sdcwatch.guard.exchange import GlooExchange
+from sdcwatch.guard.group import lazy_group
+from sdcwatch.guard.waits import Waiting
+from sdcwatch.guard.watchdog import LivenessCheck
 
 
 def test_the_interfaces_of_the_environment_are_taken_as_torch_takes_them(
@@ -47,8 +50,10 @@ def test_a_store_that_never_answers_ends_the_question_who_has_joined_by_the_dead
     told: list[Finding] = []
     exchange = object.__new__(GlooExchange)
     exchange.rank = 1
-    exchange._store, exchange._deadline = CutOff(), 0.2
-    exchange.on_absent = lambda finding, operation, waited: told.append(finding)
+    exchange._store = CutOff()
+    liveness = LivenessCheck(exchange._store, 1, 2)
+    exchange._waiting = Waiting(liveness, None, deadline_seconds=0.2, late_seconds=1.0)
+    exchange.on_absent(lambda finding, operation, waited: told.append(finding))
     with pytest.raises(RankGone, match="the store is gone too"):
         exchange.anyone_joined()
     never.set()

@@ -41,7 +41,7 @@ from sdcwatch.report.suspects import close_suspect, summary_of, suspects_of
 from sdcwatch.sinks import jsonl
 from sdcwatch.sinks.build import build_sinks
 from sdcwatch.sinks.dispatch import Dispatcher
-from sdcwatch.sinks.jsonl import JsonlSink, RunSoFar, run_id_of, write_summary
+from sdcwatch.sinks.jsonl import JsonlSink, RunSoFar, run_id_of, segments_of, write_summary
 from sdcwatch.sinks.metrics import RecordMetrics
 
 NOW = 1_800_000_000.0
@@ -84,7 +84,7 @@ def segment(make, tmp_path, environment):
     def run(records, *, run_dir=None, ranks=None, step=0, run="night-1", ends=True, **changes):
         run_dir = run_dir or tmp_path / "run"
         start = make.start(
-            step=step, time=NOW + step, run=run, run_id=run_id_of(run_dir),
+            step=step, time=NOW + step, run=run, run_id=run_id_of(segments_of(run_dir)),
             ranks=ranks or make.ranks(6), run_dir=str(run_dir), **changes,
         )  # fmt: skip
         telemetry = TelemetryConfig(prometheus=False, wandb=False, logs=False)

@@ -1,0 +1,106 @@
+"""Opens what a run is written to, and says there what runs: its first record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sdcwatch import __version__
+from sdcwatch.checks.determinism import environment_facts
+from sdcwatch.config import GuardConfig, launcher_environment
+from sdcwatch.core.records import RunStarted
+from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.files import (
+    answered,
+    make_run_dir,
+)
+from sdcwatch.guard.guarded import (
+    Guarded,
+)
+from sdcwatch.guard.meeting import Meeting
+from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder
+from sdcwatch.sinks.base import Sink
+from sdcwatch.sinks.build import build_sinks
+
+_HISTORY_ANEW = (
+    "the run goes on from step {step}, but its directory holds nothing of what was before: the "
+    "history starts anew, without earlier suspects and checkpoints. Keep run_dir on storage that "
+    "rank 0 finds wherever it runs"
+)
+
+
+def open_run(
+    config: GuardConfig,
+    guarded: Guarded,
+    exchange: Exchange,
+    meeting: Meeting,
+    sinks: Sequence[Sink],
+) -> Reporter:
+    """Open the event log and the sinks, and give out the start record."""
+    environment = launcher_environment()
+    run_dir = meeting.run_dir
+    answered(run_dir, lambda: make_run_dir(run_dir))
+    start = _start_record(config, guarded, meeting, run_dir)
+    dispatcher, lines = build_sinks(
+        config.telemetry,
+        start,
+        rank=exchange.rank,
+        local_rank=environment.local_rank,
+        environment=environment,
+        run_dir=run_dir,
+        extra=sinks,
+    )
+    leader = exchange.rank == 0
+    reporter = Reporter(
+        dispatcher,
+        VerdictBuilder(meeting.topology, observing=config.mode == "observe"),
+        summary_path=run_dir / "summary.json" if leader else None,
+        leader=leader,
+        start_step=config.start_step,
+    )
+    reporter.emit(replace(start, links={**start.links, **dispatcher.links}))
+    if leader:
+        for text in (*lines, *meeting.notes):
+            LOG.info(text)
+        if (config.start_step or environment.restart_count) and dispatcher.summary.segments == 1:
+            reporter.note_once("history_anew", _HISTORY_ANEW.format(step=config.start_step))
+    return reporter
+
+
+def _start_record(
+    config: GuardConfig, guarded: Guarded, meeting: Meeting, run_dir: Path
+) -> RunStarted:
+    return RunStarted(
+        step=config.start_step,
+        time=time.time(),
+        run=meeting.run,
+        version=__version__,
+        ranks=meeting.topology.ranks,
+        fault_domain=meeting.topology.fault_domain,
+        mode=config.mode,
+        on_failure=config.on_failure,
+        audit_every=config.audit_every or 0,
+        fingerprint_every=config.fingerprint_every or 0,
+        checkpoint_every=config.checkpoint_every,
+        max_audit_age=config.audit_age_limit or 0,
+        quorum=config.quorum,
+        parameters=sum(p.numel() for _, p in guarded.named),
+        parameter_bytes=sum(p.numel() * p.element_size() for _, p in guarded.named),
+        environment=environment_of(guarded),
+        notes=meeting.notes,
+        run_id=meeting.run_id,
+        run_dir=str(run_dir.absolute()),
+    )
+
+
+def environment_of(guarded: Guarded) -> dict[str, str]:
+    """What the numbers of this rank depend on besides the model: software, kernels, variables."""
+    environment = launcher_environment()
+    return environment_facts(
+        guarded.device,
+        compiled=guarded.compiled,
+        cublas_workspace=environment.cublas_workspace,
+        variables=environment.kernel_variables,
+    )
