@@ -21,9 +21,7 @@ from sdcwatch.core.waiting import Finding
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Exchange, GlooExchange
 from sdcwatch.guard.fingerprint import ReplicaCheck, ReplicaSet, WeightCheck
-from sdcwatch.guard.guarded import (
-    Guarded,
-)
+from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
 from sdcwatch.guard.leaving import export_seconds, exporters
 from sdcwatch.guard.meeting import Meeting

@@ -16,9 +16,7 @@ from sdcwatch.config import GuardConfig
 from sdcwatch.errors import RankGone
 from sdcwatch.guard.build import Assembly, build
 from sdcwatch.guard.exchange import GlooExchange
-from sdcwatch.guard.guarded import (
-    what_is_guarded,
-)
+from sdcwatch.guard.guarded import what_is_guarded
 from sdcwatch.guard.meeting import meet
 from sdcwatch.guard.reporter import open_console
 from sdcwatch.guard.starting import open_run

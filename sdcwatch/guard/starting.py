@@ -12,13 +12,8 @@ from sdcwatch.checks.determinism import environment_facts
 from sdcwatch.config import GuardConfig, launcher_environment
 from sdcwatch.core.records import RunStarted
 from sdcwatch.guard.exchange import Exchange
-from sdcwatch.guard.files import (
-    answered,
-    make_run_dir,
-)
-from sdcwatch.guard.guarded import (
-    Guarded,
-)
+from sdcwatch.guard.files import answered, make_run_dir
+from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.meeting import Meeting
 from sdcwatch.guard.reporter import LOG, Reporter, VerdictBuilder
 from sdcwatch.sinks.base import Sink
