@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sdcwatch.checks.kept import GENERATORS, Part
 from sdcwatch.core.text import list_names
 
 _LARGEST = 4 << 20  # bytes of a tensor that is copied
@@ -45,7 +46,6 @@ _INSTALLED = ("site-packages", "dist-packages", str(Path(__file__).parents[1]))
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, range)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @functools.cache
@@ -220,7 +220,7 @@ class HiddenState:
             undo = self._keep_tensor(value)
         elif isinstance(value, np.ndarray):
             undo = self._keep_array(value)
-        elif isinstance(value, _GENERATORS):
+        elif isinstance(value, GENERATORS):
             undo = _undo_generator(value)
         elif isinstance(value, (list, collections.deque, dict, set)):
             undo = _undo_container(value)
@@ -327,10 +327,14 @@ def _did(write: Callable[[Any], object], value: Any) -> bool:
 
 
 def _undo_container(value: Any) -> Callable[[], bool | None]:
-    return _undo_dict(value) if isinstance(value, dict) else _undo_items(value)
+    if isinstance(value, dict):
+        return _undo_dict(value)
+    part = Part(value)
+    return lambda: part.refill() if part.moved() else None
 
 
 def _undo_dict(held: dict[Any, Any]) -> Callable[[], bool | None]:
+    # Not emptied first, as `Part` does: it may be the globals of a program.
     before = dict(held)
 
     def undo() -> bool | None:
@@ -341,22 +345,6 @@ def _undo_dict(held: dict[Any, Any]) -> Callable[[], bool | None]:
             del held[key]
         held.update(other)
         return True if gone or other else None
-
-    return undo
-
-
-def _undo_items(held: Any) -> Callable[[], bool | None]:
-    before = list(held)
-
-    def undo() -> bool | None:
-        if len(held) == len(before) and all(map(operator.is_, held, before)):
-            return None
-        if isinstance(held, list):
-            held[:] = before
-            return True
-        held.clear()
-        (held.update if isinstance(held, set) else held.extend)(before)
-        return True
 
     return undo
 

@@ -19,8 +19,8 @@ LOOKED_INTO = 200
 """Objects inside of a value that are kept without being asked for."""
 _NOTHING = object()
 _WITHOUT_VALUE: tuple[Any, ...] = (None, object.__hash__)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_FIXED = (*PLAIN, *_GENERATORS, *CODE, tuple, frozenset, torch.optim.Optimizer)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_FIXED = (*PLAIN, *GENERATORS, *CODE, tuple, frozenset, torch.optim.Optimizer)
 """Never changed in place, or left to go on."""
 
 
