@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.fingerprint import split_local
+from sdcwatch.core.introduction import Schema
 from sdcwatch.core.text import count, list_names
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.hook import released_probes
@@ -19,7 +20,6 @@ from sdcwatch.guard.optimizer import Steppers, held_by, steppers
 
 _WRAPPED_IN = ("_orig_mod", "_forward_module")
 """Where torch.compile and Fabric keep what they wrap."""
-Schema = tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,9 @@ def what_is_guarded(model: torch.nn.Module, optimizer: Any, config: GuardConfig)
     _require_ddp(model, ddp, config)
     optimizers = _updating(found, {id(p) for _, p in named})
     names = [*(n for n, _ in named), *(n for n, _ in bare.named_buffers())]
-    _, local, unused = split_local(names, local=config.local, ignored=ignored)
-    if set(local).issuperset(n for n, _ in named):
+    _, left_out, unused = split_local(names, local=config.local, ignored=ignored)
+    local = frozenset(left_out)
+    if local.issuperset(n for n, _ in named):
         msg = (
             f"Expected parameters that are the same on every rank, but got `local` {config.local} "
             f"and DDP's ignore list, which leave out all {len(named)}. Name fewer of them."
@@ -197,7 +198,7 @@ def what_is_guarded(model: torch.nn.Module, optimizer: Any, config: GuardConfig)
         device=named[0][1].device,
         loss_scale=LossScale(config.scaler),
         wrappers=_each_once([w for each in found for w in each.wrappers]),
-        local=frozenset(local),
+        local=local,
         spoken=spoken,
         schema=tuple((name, str(tuple(t.shape)), str(t.dtype)) for name, t in same),
         unused=unused,
