@@ -6,7 +6,6 @@ import atexit
 import functools
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from sdcwatch.core.records import (
 from sdcwatch.core.text import list_ranks
 from sdcwatch.core.waiting import SHOWN_NOTES
 from sdcwatch.errors import (
+    EXIT_HANG,
     ConfigurationError,
     CorruptionDetected,
     Desync,
@@ -36,6 +36,7 @@ from sdcwatch.errors import (
 from sdcwatch.guard.build import register_hook
 from sdcwatch.guard.checkpoint import require_place
 from sdcwatch.guard.exchange import Operation, agree
+from sdcwatch.guard.exits import Exits
 from sdcwatch.guard.join import JoinableGuard
 from sdcwatch.guard.optimizer import Adoption, OptimizerHooks, WrapperHooks
 from sdcwatch.guard.reporter import LOG
@@ -121,7 +122,7 @@ class Guard(JoinableGuard):
     ) -> None:
         self._closed = self._ending = self._explaining = False
         self._claim, self._ender, self._ended = threading.Lock(), 0, threading.Event()
-        self._pid = os.getpid()
+        self._pid, self._entered = os.getpid(), 0
         self._error: BaseException | None = None
         self._asked: tuple[int, GateDecision] | None = None
         made = assemble(model, optimizer, options)
@@ -143,9 +144,14 @@ class Guard(JoinableGuard):
         )
         self._steps.recover = self._recover
         self._exporters, self._export_seconds = made.exporters, made.export_seconds
+        self._exits = Exits(lambda: self._steps.step)
         self._sigterm = (
-            TerminationHandler(self._is_busy, self._end_now) if made.config.handle_sigterm else None
+            TerminationHandler(self._is_busy, self._end_now, self._exits.remember)
+            if made.config.handle_sigterm
+            else None
         )
+        if self._watchdog is not None:
+            self._watchdog.end = self._end_hang
         atexit.register(self._at_exit)
         try:
             self._replicas.check(self._steps.step)
@@ -259,11 +265,14 @@ class Guard(JoinableGuard):
     def close(self) -> None:
         """End the guarded run: settle the last step, write the summary, close the sinks.
 
-        Every rank calls it; it makes no collective. May be called again.
+        Every rank calls it; it makes no collective. May be called again. In a `finally` or an
+        `except` the run has ended with the exception that is being handled there.
         """
-        self._close(None)
+        self._end_with(self._exits.error())
 
     def __enter__(self) -> Guard:
+        self._require_open()
+        self._entered += 1
         return self
 
     def __exit__(
@@ -272,6 +281,10 @@ class Guard(JoinableGuard):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._entered -= 1
+        if self._entered:  # one `with` in another: the outer one ends the run
+            return
+        error = self._exits.behind(error)
         gone = None if error is None else self._explained(error)
         self._close(gone or error)
         if gone is not None:
@@ -341,7 +354,10 @@ class Guard(JoinableGuard):
 
     def _require_open(self) -> None:
         if self._closed:
-            msg = "Expected an open guard, but got a closed one. Call sdcwatch.init() again."
+            msg = (
+                "Expected an open guard, but got a closed one: close() and the end of `with` close "
+                "it for good. Call sdcwatch.init() again, or put the whole loop into one `with`."
+            )
             raise SdcwatchError(msg)
 
     def _close(self, error: BaseException | None, exit_code: int | None = None) -> None:
@@ -357,6 +373,7 @@ class Guard(JoinableGuard):
             self._end_run(error, exit_code)
         finally:
             self._ended.set()
+            self._exits.close()
             atexit.unregister(self._at_exit)
 
     def _end_run(self, error: BaseException | None, exit_code: int | None) -> None:
@@ -381,11 +398,19 @@ class Guard(JoinableGuard):
 
     def _at_exit(self) -> None:
         """The script ends without close(): after an exception that nobody caught, or by mistake."""
-        error = getattr(sys, "last_value", None)
+        self._end_with(self._exits.last())
+
+    def _end_with(self, error: BaseException | None) -> None:
+        """End the run with what ends the program, whose exit code is settled by now."""
         if error is None:
             self._close(None)
-        else:  # what the interpreter ends with is settled by now
+        else:
             self._close(self._explained(error) or error, exit_code_of(error))
+
+    def _end_hang(self, gone: RankGone) -> None:
+        """End the run from another thread, because the process is about to leave a hang."""
+        if not self._ending:
+            self._close(gone, EXIT_HANG)
 
     def _say_once_more(self, error: BaseException | None) -> None:
         """A finding ends the process without a traceback: the leader says it, whatever happens."""
@@ -452,5 +477,7 @@ def exit_code_of(error: BaseException | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return int(getattr(error, "exit_code", 1))
+        # As the parent sees it: eight bits.
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    code = getattr(error, "exit_code", 1)  # of click, too
+    return code & 0xFF if isinstance(code, int) else 1

@@ -20,6 +20,7 @@ class CheckpointGate:
     def __init__(self, exchange: Exchange, reporter: Reporter) -> None:
         self._exchange, self._reporter = exchange, reporter
         self._provisional: list[tuple[int, str]] = []
+        self._saving = False
 
     def carry_out(
         self,
@@ -37,17 +38,26 @@ class CheckpointGate:
 
         Raises:
             BaseException: What `save` raised, on the rank where it did.
-            SdcwatchError: `save` raised on another rank.
+            SdcwatchError: `save` raised on another rank, or calls `save_checkpoint` itself.
         """
+        if self._saving:
+            msg = (
+                "Expected `save` to write a checkpoint, but got one that calls save_checkpoint, "
+                "which every rank would have to. Write there with torch.save."
+            )
+            raise SdcwatchError(msg)
         if not decision.save:
             self.withhold(step, decision.reason, decision.detail, decision.audit_age)
             return False
         error: BaseException | None = None
         if on == "all" or self._exchange.rank == 0:
+            self._saving = True
             try:
                 save()
             except BaseException as raised:  # DCP raises one; the others wait for this rank
                 error = raised
+            finally:
+                self._saving = False
         operation = f"the end of save_checkpoint of step {step}"
         failed = self._exchange.max_int64s(
             (int(error is not None),), operation, extra_seconds=SAVE_SECONDS

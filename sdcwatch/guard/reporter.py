@@ -7,12 +7,12 @@ process dies in the next collective; but not for a file system that has stalled.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -158,7 +158,7 @@ class Reporter:
         self.audited_ranks = 0
         self.steps_at_risk = 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def timed(self, check: Check, phase: Phase) -> Iterator[None]:
         """Time a phase of a check on this rank."""
         started = time.perf_counter()
@@ -331,10 +331,12 @@ class ConsoleHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line as a whole, so that ranks do not mix."""
-        if not _reaches_stderr(record, besides=self):
-            sys.stderr.write(f"sdcwatch: {record.getMessage()}\n")
-            sys.stderr.flush()
+        """Write the line as a whole, so that ranks do not mix; where it can be written."""
+        # Closed, none at all, or a pipe that nobody reads any more: that ends no training.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if not _reaches_stderr(record, besides=self):
+                sys.stderr.write(f"sdcwatch: {record.getMessage()}\n")
+                sys.stderr.flush()
 
 
 def _reaches_stderr(record: logging.LogRecord, *, besides: logging.Handler) -> bool:

@@ -8,7 +8,6 @@ finds out by itself what has happened, because its connection breaks, it is left
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
 import os
@@ -53,20 +52,35 @@ class TerminationHandler:
         busy: Whether the training thread is ending the run already.
         end: Ends the run from another thread, and returns the exit code; at once where another
             thread is ending it.
+        remember: Told what is about to be raised.
 
     Attributes:
         received: The signal came.
     """
 
-    def __init__(self, busy: Callable[[], bool], end: Callable[[], int]) -> None:
-        self._busy, self._end = busy, end
+    def __init__(
+        self,
+        busy: Callable[[], bool],
+        end: Callable[[], int],
+        remember: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._busy, self._end, self._remember = busy, end, remember
         self._pid = os.getpid()
         self._failed_at = 0.0
-        self.received = self._decided = False
+        self.received = self._decided = self._installed = False
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
+        current = signal.getsignal(signal.SIGTERM)
+        other = getattr(current, "__self__", None)
+        if isinstance(other, TerminationHandler) and other._installed:
+            # Of another guard: whichever is closed last gives the signal back.
+            self._first: TerminationHandler = other
+            self._open: list[TerminationHandler] = other._open
+            self._open.append(self)
+            return
+        self._first, self._open = self, [self]
         self._installed = threading.current_thread() is threading.main_thread() and _nobody_handles(
-            signal.getsignal(signal.SIGTERM)
+            current
         )
         if not self._installed:
             return
@@ -91,15 +105,21 @@ class TerminationHandler:
 
         After a failure a launcher tells every process to end. This one does, and with its own code.
         """
-        if not self._installed or os.getpid() != self._pid:
+        if os.getpid() != self._pid or self not in self._open:
+            return
+        self._open.remove(self)
+        if not self._open:
+            self._first._give_back(failed=failed)
+
+    def _give_back(self, *, failed: bool) -> None:
+        if not self._installed:
             return
         self._installed = False
         if threading.current_thread() is not threading.main_thread():
             return
         if self._pipe is not None:
-            signal.set_wakeup_fd(-1)
-            with contextlib.suppress(OSError):
-                os.write(self._pipe[1], b"\0")  # the thread ends, and closes both ends
+            _listen_no_more(self._pipe[1])
+            self._wake(0)  # the thread ends, and closes both ends
         if self._thread is not None:
             self._thread.join(1.0)
         if signal.getsignal(signal.SIGTERM) != self._handle:
@@ -108,6 +128,8 @@ class TerminationHandler:
             self._failed_at = time.monotonic()
             signal.signal(signal.SIGTERM, self._after_failure)
             atexit.register(self._ignore)  # Python's handlers go before the interpreter does
+            if self.received:
+                threading.Thread(target=_follow_main, name="sdcwatch-end", daemon=True).start()
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.received:
@@ -122,11 +144,29 @@ class TerminationHandler:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        self._receive()
         # A handler that was set later and calls this one: there is no thread to wait for.
         chained = signal.getsignal(signal.SIGTERM) != self._handle
-        if (chained or self._pipe is None or self._decided) and not self._busy():
-            raise Terminated
+        if not (chained or self._pipe is None or self._decided):
+            self._wake(number)  # an event loop may have taken the descriptor
+        elif not self._anyone_busy():
+            error = Terminated()
+            for one in self._open:
+                one._remember(error)
+            raise error
+
+    def _receive(self) -> None:
+        self.received = True
+        for one in list(self._open):
+            one.received = True
+
+    def _anyone_busy(self) -> bool:
+        return any(one._busy() for one in list(self._open))
+
+    def _wake(self, number: int) -> None:
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._pipe[1], bytes([number]))
 
     def _listen(self, reader: int) -> None:
         while self._pipe is not None:
@@ -135,7 +175,7 @@ class TerminationHandler:
                 break
             ours = signal.getsignal(signal.SIGTERM) == self._handle
             if ours and signal.SIGTERM in numbers and not self._decided:
-                self.received = True
+                self._receive()
                 self._decide()
         pipe, self._pipe = self._pipe, None
         for end in pipe or ():
@@ -145,12 +185,15 @@ class TerminationHandler:
         started = time.monotonic()
         time.sleep(GRACE_SECONDS)
         self._decided = True
-        if not self._busy():
-            _thread.interrupt_main(signal.SIGTERM)  # now the handler raises, in that thread
+        if not self._anyone_busy():
+            # Once more, and now the handler raises: also out of a sleep, or a wait for a worker.
+            main = threading.main_thread().ident
+            if main is not None:
+                signal.pthread_kill(main, signal.SIGTERM)
         ending = False
         while self._installed or ending:
             waited = time.monotonic() - started
-            stuck = waited > GRACE_SECONDS + STUCK_SECONDS and not self._busy()
+            stuck = waited > GRACE_SECONDS + STUCK_SECONDS and not self._anyone_busy()
             if not ending and (stuck or waited > LIMIT_SECONDS):
                 ending = True
                 # Apart: this end waits for a scrape too, and no longer than any other.
@@ -160,15 +203,31 @@ class TerminationHandler:
             time.sleep(0.05)
 
     def _exit(self) -> None:
-        os._exit(self._end())
+        codes = [one._end() for one in list(self._open)]
+        os._exit(codes[0] if codes else EXIT_TERMINATED)
 
     def _forget(self) -> None:
         """In a forked child, whose signals are none of the guard's business."""
         if self._installed and self._pipe is not None:
-            signal.set_wakeup_fd(-1)
+            _listen_no_more(self._pipe[1])
         self._installed = False
         if signal.getsignal(signal.SIGTERM) in (self._handle, self._after_failure):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _follow_main() -> None:
+    """The main thread has ended as it was told to, but some other keeps the process from it."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < end or threading.main_thread().is_alive():
+        time.sleep(0.1)
+    os._exit(EXIT_TERMINATED)
+
+
+def _listen_no_more(writer: int) -> None:
+    """Take the wakeup descriptor away, unless it is an event loop's by now."""
+    found = signal.set_wakeup_fd(-1)
+    if found not in (-1, writer):
+        signal.set_wakeup_fd(found)
 
 
 def _nobody_handles(current: object) -> bool:

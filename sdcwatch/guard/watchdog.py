@@ -47,6 +47,8 @@ STORE_SECONDS = 1.0
 """What the store may take on top of that; a store out of reach never answers."""
 STUCK_SECONDS = 3.0
 """After that long in one broadcast of buffers a rank waits for one that is elsewhere."""
+END_SECONDS = 120.0
+"""More than the end of a run may take that waits for a scrape, W&B and a push."""
 _LOOK_SECONDS = 0.1
 LONG = timedelta(days=20)
 """For ever, as far as a wait in the store can be told: milliseconds in 32 bits."""
@@ -407,6 +409,9 @@ class Watchdog:
         hang_seconds: How long the training thread may stay where it may hang.
         report: Takes the record of a hang.
         leave: End the process after a hang was reported in which some rank is gone.
+
+    Attributes:
+        end: Ends the run before the process leaves a hang, on a thread that may be left behind.
     """
 
     def __init__(
@@ -418,6 +423,7 @@ class Watchdog:
         leave: bool,
     ) -> None:
         self._liveness, self._report, self._leave = liveness, report, leave
+        self.end: Callable[[RankGone], None] = lambda gone: None
         self._hang_seconds = hang_seconds
         self._poll_seconds = min(1.0, hang_seconds / 5)
         self._training = threading.get_ident()
@@ -551,6 +557,8 @@ class Watchdog:
                 self._report(hang)
         finally:
             if self._leave and (finding.gone or finding.store_error):
+                gone = RankGone(finding.named, describe(finding), hang.operation)
+                bounded(lambda: self.end(gone), END_SECONDS)
                 os._exit(EXIT_HANG)
 
 

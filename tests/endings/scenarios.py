@@ -6,6 +6,7 @@ RUN_DIR, and HOW: "with", "close" or "neither".
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import faulthandler
 import os
@@ -179,6 +180,18 @@ def exception(me: Rank) -> None:
     me.train(fail)
 
 
+def exits(me: Rank) -> None:
+    """A script that ends with a code of its own."""
+    me.train(lambda guard: sys.exit(3))
+
+
+def closes_at_exit(me: Rank) -> None:
+    """The guard is closed by a handler of the program's, and that after an exception."""
+    guard = me.guard()
+    atexit.register(guard.close)
+    me.loop(guard, lambda guard: _fail())
+
+
 def _slowly(me: Rank) -> None:
     def wait(guard: sdcwatch.Guard) -> None:
         (me.run_dir / f"steady-{me.rank}").touch()
@@ -196,6 +209,33 @@ def sigterm(me: Rank) -> None:
 
 def sigint(me: Rank) -> None:
     _slowly(me)
+
+
+def sleeps(me: Rank) -> None:
+    """No rank computes when the signal comes, and there is something to be cleaned up."""
+
+    def sleep(guard: sdcwatch.Guard) -> None:
+        (me.run_dir / f"steady-{me.rank}").touch()
+        try:
+            time.sleep(100)
+        finally:
+            (me.run_dir / "cleaned").touch()
+
+    me.train(sleep)
+
+
+def in_an_event_loop(me: Rank) -> None:
+    """An event loop that waits for another signal takes the descriptor that signals are told by."""
+
+    async def main() -> None:
+        with me.guard() as guard:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, print)
+            (me.run_dir / f"steady-{me.rank}").touch()
+            while True:
+                me.step(guard)
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
 
 
 def own_handler(me: Rank) -> None:

@@ -170,3 +170,29 @@ def test_a_signal_ends_the_run_with_a_last_record_unless_the_program_handles_it(
     said = "\n".join(text[-2000:] for text in ended.stderr)
     assert all(c in code for c in ended.codes), f"{ended.codes}\n{said}"
     assert ended.finish.state.value == ("finished" if code == {0} else "failed")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "how", "number", "code"),
+    [
+        ("exits", "with", 0, 3),
+        ("exits", "neither", 0, 3),
+        ("closes_at_exit", "", 0, 1),
+        ("sigterm", "neither", signal.SIGTERM, TERMINATED),
+        ("sleeps", "neither", signal.SIGTERM, TERMINATED),
+        ("in_an_event_loop", "", signal.SIGTERM, TERMINATED),
+    ],
+)
+def test_a_code_is_the_same_in_the_log_however_the_script_came_to_it(
+    nursery: Nursery, tmp_path: Path, scenario: str, how: str, number: int, code: int
+) -> None:
+    play = nursery.play(scenario, tmp_path, how=how, world=1)
+    if number:
+        play.wait_for_files("steady-0", 1)
+        play.kill(0, number)
+    ended = play.end()
+    assert ended.codes == [code], ended.stderr[0][-2000:]
+    assert (ended.finish.state.value, ended.finish.exit_code) == ("failed", code)
+    assert ended.summary["state"] == "failed"
+    assert "details: sdcwatch report" in ended.last_line()
+    assert scenario != "sleeps" or (tmp_path / "cleaned").exists()

@@ -57,3 +57,33 @@ def test_a_process_that_is_stuck_ends_by_the_limit_however_long_its_end_takes(
         process.kill()
         process.stdout.close()
         process.wait()
+
+
+LEFT_BEHIND = textwrap.dedent(
+    """
+    import threading, time
+    from sdcwatch.guard import sigterm
+
+    sigterm.GRACE_SECONDS, sigterm.LIMIT_SECONDS = 0.1, 0.5
+    handler = sigterm.TerminationHandler(lambda: False, lambda: 143)
+    training = threading.Thread(target=time.sleep, args=(60,))
+    training.start()
+    print("trains", flush=True)
+    try:
+        training.join()
+    finally:
+        handler.close(failed=True)
+    """
+)
+
+
+def test_a_training_thread_does_not_keep_a_process_that_was_told_to_end() -> None:
+    arguments = [sys.executable, "-c", LEFT_BEHIND]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "trains\n"
+            os.kill(process.pid, signal.SIGTERM)
+            assert process.wait(timeout=30) == 143
+        finally:
+            process.kill()

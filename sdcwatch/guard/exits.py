@@ -1,0 +1,81 @@
+"""What ends the program, for a guard that is closed in a `finally`, by atexit, or not at all.
+
+`with` is told. Elsewhere the interpreter knows: the exception that is being handled where `close`
+is called, and for atexit handlers the one that nobody caught. It keeps no `SystemExit` for them,
+so what `sys.exit` was called with, and what the guard raised, is remembered here until the loop
+goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+_ENDS_A_LOOP = (StopIteration, StopAsyncIteration, GeneratorExit)
+"""How iterators say that they are at their end, which is no failure."""
+
+
+class Exits:
+    """Knows of the main thread what it ends with.
+
+    Args:
+        place: Where the loop is; what was remembered counts only while it is there.
+    """
+
+    def __init__(self, place: Callable[[], object]) -> None:
+        self._place = place
+        # Only their ids: an exception holds every tensor of the frames that it left.
+        self._earlier = {id(sys.exc_info()[1]), id(_uncaught())} - {id(None)}
+        self._asked: tuple[BaseException, object] | None = None
+        self._exit = sys.exit
+        sys.exit = self._leave  # as W&B does
+
+    def remember(self, error: BaseException) -> None:
+        """The main thread ends with that, unless somebody catches it and the loop goes on."""
+        self._asked = error, self._place()
+
+    def error(self) -> BaseException | None:
+        """What is being handled where this is called; after the main thread has ended, `last`."""
+        if not threading.main_thread().is_alive():  # atexit handlers run
+            return self.last()
+        error = sys.exc_info()[1]
+        known = error is None or id(error) in self._earlier
+        return None if known or isinstance(error, _ENDS_A_LOOP) else self.behind(error)
+
+    def behind(self, error: BaseException | None) -> BaseException | None:
+        """What ends the program, where `error` is only how a generator or a task learns of it."""
+        if isinstance(error, GeneratorExit):
+            return self._remembered()
+        if type(error).__name__ == "CancelledError":  # as asyncio ends tasks in a signal
+            return self._remembered() or error
+        return error
+
+    def last(self) -> BaseException | None:
+        """What the interpreter ends with."""
+        uncaught = _uncaught()
+        if uncaught is not None and id(uncaught) not in self._earlier:
+            return uncaught
+        return self._remembered()
+
+    def close(self) -> None:
+        """Give `sys.exit` back, unless somebody else has taken it meanwhile."""
+        if sys.exit == self._leave:
+            sys.exit = self._exit
+        self._asked, self._place = None, object
+
+    def _remembered(self) -> BaseException | None:
+        if self._asked is not None and self._asked[1] == self._place():
+            return self._asked[0]
+        return None
+
+    def _leave(self, status: object = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            self.remember(SystemExit(status))
+        self._exit(status)  # type: ignore[arg-type]
+
+
+def _uncaught() -> BaseException | None:
+    """What nobody caught; at a prompt, that of an earlier line, which ended nothing."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)

@@ -1,0 +1,247 @@
+"""A guard that is closed in a `finally`, in a generator, twice, or while nobody reads stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sdcwatch
+from sdcwatch.core.records import CheckpointEvent, RunFinished
+from sdcwatch.errors import SdcwatchError
+from sdcwatch.guard.api import exit_code_of
+from sdcwatch.guard.sigterm import Terminated, TerminationHandler
+from sdcwatch.testing import MemorySink
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+class Run:
+    """A guarded model, and what was recorded."""
+
+    def __init__(self, run_dir: Path, **options: Any) -> None:
+        net = nn.Linear(4, 2)
+        self.model, self.memory = DistributedDataParallel(net), MemorySink()
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        self.guard = sdcwatch.init(
+            self.model,
+            self.optimizer,
+            run_dir=run_dir,
+            node="n",
+            telemetry="off",
+            sinks=[self.memory],
+            **{"console": False, **options},
+        )
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(3, 4)).square().mean().backward()
+        self.optimizer.step()
+
+    def told(self, kind: type[Any]) -> list[Any]:
+        return [record for record in self.memory.records if isinstance(record, kind)]
+
+    @property
+    def ended(self) -> tuple[str, int, str]:
+        (finished,) = self.told(RunFinished)
+        return finished.state.value, finished.exit_code, finished.reason
+
+
+def close_in_finally(run: Run, error: BaseException) -> None:
+    try:
+        raise error
+    finally:
+        run.guard.close()
+
+
+def close_in_except(run: Run, error: BaseException) -> None:
+    try:
+        raise error
+    except type(error):
+        run.guard.close()
+        raise
+
+
+@pytest.mark.parametrize("close", [close_in_finally, close_in_except])
+@pytest.mark.parametrize(
+    ("error", "state", "code"),
+    [(ValueError("a label"), "failed", 1), (SystemExit(3), "failed", 3), (SystemExit(), "", 0)],
+)
+def test_a_guard_that_is_closed_while_an_exception_is_handled_ends_with_it(
+    tmp_path: Path,
+    close: Callable[[Run, BaseException], None],
+    error: BaseException,
+    state: str,
+    code: int,
+) -> None:
+    run = Run(tmp_path)
+    run.step()
+    with pytest.raises(type(error)):
+        close(run, error)
+    assert run.ended[:2] == (state or "finished", code)
+    assert code == 0 or type(error).__name__ in run.ended[2]
+
+
+def test_the_end_of_the_data_is_no_failure(tmp_path: Path) -> None:
+    run, batches = Run(tmp_path), iter(range(2))
+    while True:
+        try:
+            next(batches)
+        except StopIteration:
+            run.guard.close()
+            break
+        run.step()
+    assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_what_was_handled_before_the_run_began_does_not_end_it(tmp_path: Path) -> None:
+    try:
+        raise MemoryError  # a batch that was too large, say: once more with a smaller one
+    except MemoryError:
+        run = Run(tmp_path)
+        run.step()
+        run.guard.close()
+    assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_a_loop_in_a_generator_that_is_closed_early_has_ended_well(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def loop() -> Iterator[int]:
+        with run.guard:
+            for number in range(9):
+                run.step()
+                yield number
+
+    steps = loop()
+    assert next(steps) == 0
+    steps.close()
+    assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_of_two_with_blocks_the_outer_one_ends_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.guard:
+        with run.guard:
+            run.step()
+        assert run.guard.save_checkpoint(lambda: None)
+        assert run.told(RunFinished) == []
+    assert run.ended[0] == "finished"
+    with pytest.raises(SdcwatchError, match="put the whole loop into one `with`"), run.guard:
+        pass
+
+
+def test_a_save_that_calls_save_checkpoint_is_told_what_to_write_instead(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step()
+    with pytest.raises(SdcwatchError, match=r"Write there with torch\.save"):
+        run.guard.save_checkpoint(lambda: run.guard.save_checkpoint(lambda: None))
+    assert [event.result.value for event in run.told(CheckpointEvent)] == ["failed"]
+    assert run.guard.save_checkpoint(lambda: None)
+    run.guard.close()
+
+
+class Broken:
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> None:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def closed_stream() -> Any:
+    with Path("/dev/null").open("w") as stream:
+        return stream
+
+
+@pytest.mark.parametrize("stream", [Broken, closed_stream, lambda: None])
+def test_a_stderr_that_takes_nothing_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: Callable[[], Any]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    run = Run(tmp_path, console=True)
+    run.step()
+    run.guard.close()
+    assert run.ended == ("finished", 0, "the run ended")
+    assert (tmp_path / "summary.json").is_file()
+
+
+class OfClick(Exception):
+    """As click's and typer's Exit."""
+
+    exit_code = 3
+
+
+class OfSomebody(Exception):
+    exit_code = None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SystemExit(259), 3),
+        (SystemExit(-1), 255),
+        (SystemExit("no data"), 1),
+        (SystemExit(None), 0),
+        (KeyboardInterrupt(), 130),
+        (OfClick(), 3),
+        (OfSomebody(), 1),
+    ],
+)
+def test_the_recorded_code_is_what_the_parent_of_the_process_sees(
+    error: BaseException, code: int
+) -> None:
+    assert exit_code_of(error) == code
+
+
+def test_sys_exit_is_given_back(tmp_path: Path) -> None:
+    before = sys.exit
+    run = Run(tmp_path)
+    with pytest.raises(SystemExit, match="4"):
+        sys.exit(4)
+    run.step()
+    run.guard.close()
+    assert sys.exit is before
+    assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_the_descriptor_of_an_event_loop_is_left_to_it() -> None:
+    handler = TerminationHandler(lambda: False, lambda: 0)
+
+    async def wait() -> None:
+        came = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, came.set)
+        handler.close(failed=False)
+        signal.raise_signal(signal.SIGUSR2)
+        await asyncio.wait_for(came.wait(), 20)
+
+    asyncio.run(wait())
+
+
+def test_the_last_of_several_guards_gives_the_signal_back() -> None:
+    remembered: list[BaseException] = []
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = (TerminationHandler(lambda: False, lambda: 0, remembered.append) for _ in "ab")
+    try:
+        first.close(failed=False)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Terminated):  # a second later, and also out of a sleep
+            time.sleep(20)
+        assert [type(error) for error in remembered] == [Terminated]
+        assert second.received
+    finally:
+        second.received = first.received = False  # it is not meant for the process of the tests
+        second.close(failed=False)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    signal.signal(signal.SIGTERM, before)
