@@ -268,7 +268,7 @@ class Guard(JoinableGuard):
         Every rank calls it; it makes no collective. May be called again. In a `finally` or an
         `except` the run has ended with the exception that is being handled there.
         """
-        self._end_with(self._exits.error())
+        self._end_with(self._exits.error() or self._error or self._steps.error)
 
     def __enter__(self) -> Guard:
         self._require_open()
@@ -296,6 +296,8 @@ class Guard(JoinableGuard):
             return None
         self._explaining = True
         gone = self._watchdog.explain(error)
+        if gone is None and (cause := error.__cause__ or error.__context__) is not None:
+            self._watchdog.explain(cause)  # who is gone is told, and the program's error stays
         seen = gone or error
         if isinstance(seen, RankGone) and self._all_terminated(seen):
             return Terminated()
@@ -398,7 +400,7 @@ class Guard(JoinableGuard):
 
     def _at_exit(self) -> None:
         """The script ends without close(): after an exception that nobody caught, or by mistake."""
-        self._end_with(self._exits.last())
+        self._end_with(self._exits.last() or self._error or self._steps.error)
 
     def _end_with(self, error: BaseException | None) -> None:
         """End the run with what ends the program, whose exit code is settled by now."""

@@ -8,6 +8,7 @@ goes on.
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class Exits:
         if isinstance(error, GeneratorExit):
             return self._remembered()
         if type(error).__name__ == "CancelledError":  # as asyncio ends tasks in a signal
-            return self._remembered() or error
+            return self._remembered() or _interrupt() or error
         return error
 
     def last(self) -> BaseException | None:
@@ -74,6 +75,13 @@ class Exits:
         if threading.current_thread() is threading.main_thread():
             self.remember(SystemExit(status))
         self._exit(status)  # type: ignore[arg-type]
+
+
+def _interrupt() -> KeyboardInterrupt | None:
+    """What an event loop raises when the task has ended that it cancelled for SIGINT."""
+    handler = signal.getsignal(signal.SIGINT)
+    loop = getattr(getattr(handler, "func", None), "__self__", None)
+    return KeyboardInterrupt() if getattr(loop, "_interrupt_count", 0) else None
 
 
 def _uncaught() -> BaseException | None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.core.records import CheckpointEvent, RunFinished
-from sdcwatch.errors import SdcwatchError
+from sdcwatch.errors import RankGone, SdcwatchError
 from sdcwatch.guard.api import exit_code_of
 from sdcwatch.guard.sigterm import Terminated, TerminationHandler
 from sdcwatch.testing import MemorySink
@@ -91,6 +91,32 @@ def test_a_guard_that_is_closed_while_an_exception_is_handled_ends_with_it(
     assert code == 0 or type(error).__name__ in run.ended[2]
 
 
+class Asked:
+    """A watchdog that knows of a rank that has gone."""
+
+    def __init__(self) -> None:
+        self.explained: list[str] = []
+
+    def explain(self, error: BaseException) -> RankGone | None:
+        self.explained.append(str(error))
+        return RankGone((1,), "left", "a step") if "gloo" in str(error) else None
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_error_that_the_program_makes_of_a_broken_connection_stays_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = Run(tmp_path), Asked()
+    monkeypatch.setattr(run.guard, "_watchdog", asked)
+    broken = RuntimeError("gloo: connection closed")
+    with pytest.raises(ValueError, match="this step failed"), run.guard:
+        raise ValueError("this step failed") from broken
+    assert asked.explained == ["this step failed", "gloo: connection closed"]
+    assert run.ended == ("failed", 1, "the run ended with ValueError")
+
+
 def test_the_end_of_the_data_is_no_failure(tmp_path: Path) -> None:
     run, batches = Run(tmp_path), iter(range(2))
     while True:
@@ -126,6 +152,20 @@ def test_a_loop_in_a_generator_that_is_closed_early_has_ended_well(tmp_path: Pat
     assert next(steps) == 0
     steps.close()
     assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_a_task_that_an_event_loop_cancels_for_ctrl_c_was_interrupted(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    async def main() -> None:
+        with run.guard:
+            run.step()
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(20)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert run.ended[:2] == ("failed", 130)
 
 
 def test_of_two_with_blocks_the_outer_one_ends_the_run(tmp_path: Path) -> None:
