@@ -145,6 +145,7 @@ class NonfiniteJudgement:
         operators: Of named ranks, the operation in which the device computed wrongly, where a trace
             of operations tells (`core.disputes`).
         operator: The operation in which results began to differ; "" if unknown.
+        apart: Weights or buffers are finite on some ranks: replicas may differ.
     """
 
     outcome: Outcome
@@ -156,6 +157,7 @@ class NonfiniteJudgement:
     strikes: tuple[int, ...] = ()
     operators: Mapping[int, str] = field(default_factory=dict)
     operator: str = ""
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,7 +522,13 @@ def judge_nonfinite(
     if seen.weights:
         reason = f"weights or buffers of {list_ranks(seen.weights)} are not finite"
         return NonfiniteJudgement(
-            Outcome.WIDESPREAD, seen.origin, Cause.WEIGHTS, (), seen.weights[:LISTED], reason
+            Outcome.WIDESPREAD,
+            seen.origin,
+            Cause.WEIGHTS,
+            (),
+            seen.weights[:LISTED],
+            reason,
+            apart=len(seen.weights) < len(facts),
         )
     case = _Case(seen, replays, repeated or Repeated(), topology, history)
     if seen.flagged:

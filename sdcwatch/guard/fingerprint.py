@@ -333,6 +333,19 @@ class ReplicaCheck:
         self.passed_at = step
         self.software.replicas_equal(step)
 
+    def at_once(self, step: int) -> None:
+        """Check 1 found weights that are not finite on some ranks: compare before the update.
+
+        Every rank calls it at the same step. Updates are skipped from now on, and no check would
+        be due after one.
+
+        Raises:
+            CorruptionDetected: Replicas differ, unless the guard only observes.
+        """
+        if self.tainted is None:
+            self.software.found_apart()
+            self.check(step)
+
     def apart(self) -> None:
         """An audit saw different weights in a backward: compare after its update."""
         self.disputed = True

@@ -301,7 +301,10 @@ class StepController:
             )
         if judgement.outcome is Outcome.PASS:  # the screen's sum overflowed; every value is finite
             return Decision()
-        return self._failed(self._reporter.verdicts.nonfinite(window.step, judgement))
+        decision = self._failed(self._reporter.verdicts.nonfinite(window.step, judgement))
+        if judgement.apart:
+            self._replicas.at_once(window.step)
+        return decision
 
     def _failed(self, verdict: Verdict, *, stop: bool = False) -> Decision:
         """Check 1 or 2 failed: skip, stop, or only say so."""

@@ -232,6 +232,15 @@ class GradientOfOneLayer(Script):
         super().update(step)
 
 
+class GradientNotFinite(Script):
+    """Every step after it is skipped: no check would be due after an update."""
+
+    def update(self, step: int) -> None:
+        if self.now(step):
+            self.net[2].weight.grad[0, 0] = torch.nan
+        super().update(step)
+
+
 CASES: dict[str, tuple[type[Script], str]] = {
     "skips an update": (SkipsAnUpdate, "updates made: 4 on ranks 0 and 2, 3 on rank 1"),
     "skips an update, after one that the guard skipped": (
@@ -263,6 +272,7 @@ CASES: dict[str, tuple[type[Script], str]] = {
     "a tied weight edited": (EditedTied, "(0.weight (also 2.weight))"),
     "weights clamped": (Clamped, "in-place writes into these weights"),
     "the gradient of one layer": (GradientOfOneLayer, "in-place writes into their gradients"),
+    "a gradient made NaN": (GradientNotFinite, "in-place writes into their gradients"),
 }
 
 
@@ -332,12 +342,21 @@ class BrokenCellAfterASkip(BrokenCell):
             super().update(step)
 
 
+class CellNotFinite(BrokenCell):
+    """The next step is not finite on that rank alone."""
+
+    def update(self, step: int) -> None:
+        super().update(step)
+        if self.now(step):
+            self.net[0].weight.data[1, 2] = torch.inf
+
+
 def broken_cell(rank: int, group: Any, run_dir: str, kind: str) -> Any:
     CASES[kind] = (globals()[kind], "")
     return go(rank, group, run_dir, kind)
 
 
-@pytest.mark.parametrize("kind", ["BrokenCell", "BrokenCellAfterASkip"])
+@pytest.mark.parametrize("kind", ["BrokenCell", "BrokenCellAfterASkip", "CellNotFinite"])
 def test_a_broken_memory_cell_with_equal_software_is_still_a_device(
     pool: GlooPool, tmp_path: Path, kind: str
 ) -> None:
