@@ -153,7 +153,10 @@ def judge_checkpoint(facts: GateFacts) -> GateDecision:
     if age == 0:
         detail = "Every check passed at this step."
         return GateDecision(True, CheckpointResult.SAVED, reason, detail, age)
-    detail = f"The last clean audit is {age} steps old; the next clean one confirms it."
+    detail = (
+        f"The last clean audit is {age} steps old; the next audit confirms it if that is clean, "
+        "and else it is not to be resumed from."
+    )
     return GateDecision(True, CheckpointResult.PROVISIONAL, reason, detail, age)
 
 

@@ -159,6 +159,10 @@ class NonfiniteJudgement:
     operator: str = ""
     apart: bool = False
 
+    def reproduced(self, rank: int) -> bool | None:
+        """Whether a named rank was wrong in every repeat; None where nothing can be repeated."""
+        return None if self.cause is Cause.REDUCTION else rank not in self.strikes
+
 
 @dataclass(frozen=True, slots=True)
 class _Sight:

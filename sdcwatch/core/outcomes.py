@@ -130,6 +130,16 @@ def is_grave(verdict: Verdict) -> bool:
     return verdict.failed or bool(verdict.suspects)
 
 
+def ends_confirmation(verdict: Verdict) -> bool:
+    """Whether an audit compared something and was not clean.
+
+    What was saved since the last clean audit may hold what it has found: nothing will confirm it.
+    """
+    found = MEANINGS[verdict.outcome].compared
+    clean = verdict.outcome in (Outcome.PASS, Outcome.DIFFERS)
+    return verdict.check is Check.REPLAY and found and not clean
+
+
 def alarm_word(verdict: Verdict) -> RunWord | None:
     """The word that this verdict gives the run; None if it gives none."""
     if verdict.cause is Cause.SCALING:

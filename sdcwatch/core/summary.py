@@ -13,14 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from sdcwatch.core.outcomes import MEANINGS, alarm_word, gravest
+from sdcwatch.core.outcomes import MEANINGS, alarm_word, ends_confirmation, gravest
 from sdcwatch.core.records import (
     SHOWN,
     Action,
     Cause,
     Check,
     CheckpointEvent,
-    CheckpointResult,
     Closing,
     Count,
     Coverage,
@@ -41,6 +40,7 @@ from sdcwatch.core.records import (
     Verdict,
     plain,
 )
+from sdcwatch.core.saved import SavedCheckpoints
 from sdcwatch.core.text import count, list_ranks
 from sdcwatch.core.topology import RankInfo
 
@@ -85,8 +85,9 @@ class Finding:
         outcome: What it came to.
         cause: Why.
         action: What the guard did.
-        suspects: Who is named.
-        ranks: Whom it concerns besides.
+        suspects: Who is named, as devices; `named_ranks` where they run.
+        ranks: Whom it concerns, without blame: who saw it, was compared, or holds other weights.
+            Only after `not_reproduced` is it the rank that was wrong once.
         operator: The operation in which a device computed wrongly, if known.
         reason: One sentence.
     """
@@ -99,6 +100,7 @@ class Finding:
     cause: Cause
     action: Action
     suspects: tuple[Suspect, ...]
+    named_ranks: tuple[int, ...]
     ranks: tuple[int, ...]
     operator: str
     reason: str
@@ -154,6 +156,9 @@ class RunSummary:
         last_good_checkpoint_step: Last checkpoint saved or confirmed; None if none.
         last_good_checkpoint_time: Its unix time, 0.0 if none.
         last_good_checkpoint_path: Where it is, if the script said so.
+        condemned_checkpoint_steps: Checkpoints saved before an audit that was not clean, or before
+            weights differed, and confirmed by none: nobody should resume from them. At most 100.
+        provisional_checkpoint_steps: Those saved that no audit has confirmed so far. At most 100.
         last_clean_audit_step: 0 if none yet.
         last_clean_audit_time: Its unix time, 0.0 if none.
         last_weight_check_step: Last passing run of check 3; 0 if none yet.
@@ -213,6 +218,8 @@ class RunSummary:
     last_good_checkpoint_step: int | None = None
     last_good_checkpoint_time: float = 0.0
     last_good_checkpoint_path: str = ""
+    condemned_checkpoint_steps: tuple[int, ...] = ()
+    provisional_checkpoint_steps: tuple[int, ...] = ()
     last_clean_audit_step: int = 0
     last_clean_audit_time: float = 0.0
     last_weight_check_step: int = 0
@@ -282,7 +289,7 @@ class SummaryBuilder:
         self._closings: list[Closing] = []
         self._strikes: dict[Device, tuple[Strike, float]] = {}
         self._findings: deque[Finding] = deque(maxlen=FINDINGS_KEPT)
-        self._provisional: dict[int, tuple[float, str]] = {}
+        self._saved = SavedCheckpoints()
         self._newest = _Segment()
 
     def add(self, record: Record) -> None:
@@ -376,7 +383,10 @@ class SummaryBuilder:
         before, newest = self._so_far, self._newest
         self._verdicts[record.check, record.outcome] += 1
         newest.audited |= record.check is Check.REPLAY and record.outcome is Outcome.PASS
-        newest.tainted |= record.check is Check.FINGERPRINT and record.failed
+        differ = record.check is Check.FINGERPRINT and record.failed
+        newest.tainted |= differ
+        if differ or ends_confirmation(record):
+            self._saved.condemn()
         if record.outcome is Outcome.SUSPECT:
             for suspect in record.suspects:
                 key = (suspect.device, suspect.check)
@@ -399,6 +409,7 @@ class SummaryBuilder:
         if word is not RunWord.SUSPECT or not record.suspects:
             newest.words.add(word)
         first = before.first_alarm_step
+        suspects = tuple(self._timed(s, record) for s in record.suspects)
         self._set(
             alarms=before.alarms + 1,
             first_alarm_step=record.step if first is None else first,
@@ -412,12 +423,19 @@ class SummaryBuilder:
                 outcome=record.outcome,
                 cause=record.cause,
                 action=record.action,
-                suspects=record.suspects,
+                suspects=suspects,
+                named_ranks=tuple(sorted({s.rank for s in suspects})),
                 ranks=record.ranks,
                 operator=record.operator,
                 reason=record.reason,
             )
         )
+
+    def _timed(self, suspect: Suspect, record: Verdict) -> Suspect:
+        """A suspect as its verdict names it, and since when: a record leaves that to its time."""
+        known = self._suspects.get((suspect.device, suspect.check))
+        first_time = record.time if known is None else known.first_time
+        return replace(suspect, first_time=first_time, last_time=record.time)
 
     def _add_strikes(self, record: Verdict) -> None:
         named = [(s.rank, s.node, s.instance_id, s.gpu) for s in record.suspects]
@@ -441,22 +459,13 @@ class SummaryBuilder:
 
     def _add_checkpoint(self, record: CheckpointEvent) -> None:
         self._checkpoints[record.result.value] += 1
-        if record.result is CheckpointResult.PROVISIONAL:
-            self._provisional[record.step] = (record.time, record.path)
-        elif record.result is CheckpointResult.SAVED:
-            self._good(record.step, record.time, record.path)
-        elif record.result is CheckpointResult.CONFIRMED:
-            # The record may carry the step of the checkpoint or of the audit that confirmed it.
-            at = max((s for s in self._provisional if s <= record.step), default=record.step)
-            time, path = self._provisional.get(at, (record.time, record.path))
-            self._good(at, time, record.path or path)
-
-    def _good(self, step: int, time: float, path: str) -> None:
-        self._set(
-            last_good_checkpoint_step=step,
-            last_good_checkpoint_time=time,
-            last_good_checkpoint_path=path,
-        )
+        self._saved.add(record)
+        if (good := self._saved.good) is not None:
+            self._set(
+                last_good_checkpoint_step=good.step,
+                last_good_checkpoint_time=good.time,
+                last_good_checkpoint_path=good.path,
+            )
 
     def _is_closed(self, device: Device, last_time: float) -> bool:
         return any(c.covers(device) and c.time >= last_time for c in self._closings)
@@ -537,6 +546,8 @@ class SummaryBuilder:
             ),
             skipped=dict(self._skipped),
             checkpoints=dict(self._checkpoints),
+            condemned_checkpoint_steps=self._saved.condemned,
+            provisional_checkpoint_steps=self._saved.provisional,
             overhead_seconds=dict(self._overhead),
             overhead_ratio=overhead / so_far.step_seconds if so_far.step_seconds else None,
         )

@@ -294,8 +294,9 @@ class Audits:
         self._backoff = self._backoff.succeeded()
         # What was saved since the last clean audit may hold what this one has found.
         self.last_clean = None
-        self._gate.forget()
-        return replace(self._judged(verdict), audited=True)
+        judged = self._judged(verdict)
+        self._gate.condemn(step)
+        return replace(judged, audited=True)
 
     def _say_the_share(self, own: OwnStep) -> None:
         """The preflight record tells it; a loop may accumulate more later."""

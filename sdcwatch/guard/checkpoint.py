@@ -1,4 +1,4 @@
-"""The checkpoint gate: a checkpoint is saved only when every check stands behind it."""
+"""The checkpoint gate: saves, withholds, and confirms what was saved between two audits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 
 from sdcwatch.core.checkpoint import GateDecision, is_confirmable
 from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason
+from sdcwatch.core.saved import condemnation
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange
 from sdcwatch.guard.reporter import Reporter
@@ -105,9 +106,12 @@ class CheckpointGate:
                 )
             )
 
-    def forget(self) -> None:
+    def condemn(self, step: int) -> None:
         """An audit was not clean: nothing will confirm what was saved since the last clean one."""
-        self._provisional.clear()
+        condemned, self._provisional = [saved for saved, _ in self._provisional], []
+        if condemned:
+            code = f"checkpoints_condemned_{step}"
+            self._reporter.note_once(code, condemnation(condemned))
 
     def _failed(
         self, step: int, decision: GateDecision, error: BaseException | None, operation: str

@@ -46,8 +46,9 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.replay import Named
+from sdcwatch.core.saved import distrust
 from sdcwatch.core.summary import RunSummary
-from sdcwatch.core.text import line_of, list_ranks
+from sdcwatch.core.text import count, line_of, list_ranks
 from sdcwatch.core.topology import Topology
 from sdcwatch.sinks.jsonl import SummaryFile
 
@@ -156,7 +157,17 @@ class Reporter:
         self.last_clean_audit: tuple[int, float] = (0, 0.0)
         self.last_weight_check: tuple[int, float] = (0, 0.0)
         self.audited_ranks = 0
-        self.steps_at_risk = 0
+        self._at_risk = 0
+
+    @property
+    def steps_at_risk(self) -> int:
+        """Updates since the last clean audit; that of the audited step itself was audited."""
+        return self._at_risk
+
+    @steps_at_risk.setter
+    def steps_at_risk(self, updates: int) -> None:
+        of_the_audited_step = 0 < self.step == self.last_clean_audit[0]
+        self._at_risk = 0 if of_the_audited_step else updates
 
     @contextlib.contextmanager
     def timed(self, check: Check, phase: Phase) -> Iterator[None]:
@@ -378,13 +389,15 @@ def open_console(*, console: bool) -> Callable[[], None]:
 def closing_line(summary: RunSummary, run_dir: Path, unwritten: Sequence[str] = ()) -> str:
     """The last line of a run: a run in which something was found must not end looking healthy."""
     good = summary.last_good_checkpoint_step
-    return (
-        f"{summary.verdict.upper()}: {summary.reason.rstrip('.')}; "
-        f"{summary.steps_at_risk} steps at risk; "
-        f"last good checkpoint: {f'step {good}' if good else 'none'}; "
-        f"details: sdcwatch report {run_dir}"
-        + (f" ({' and '.join(unwritten)} could not be written to the end)" if unwritten else "")
+    missing = f" ({' and '.join(unwritten)} could not be written to the end)" if unwritten else ""
+    clauses = (
+        f"{summary.verdict.upper()}: {summary.reason.rstrip('.')}",
+        f"{count(summary.steps_at_risk, 'step')} at risk",
+        *distrust(summary.condemned_checkpoint_steps, summary.provisional_checkpoint_steps),
+        f"last good checkpoint: {f'step {good}' if good else 'none'}",
+        f"details: sdcwatch report {run_dir}{missing}",
     )
+    return "; ".join(clauses)
 
 
 def _log(record: Record) -> None:
@@ -426,6 +439,7 @@ class VerdictBuilder:
                 mismatches=1,
                 comparisons=1,
                 partners=(),
+                reproduced=judgement.reproduced(rank),
                 operator=judgement.operators.get(rank, ""),
             )
             for rank in judgement.named

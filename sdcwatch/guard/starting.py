@@ -20,9 +20,10 @@ from sdcwatch.sinks.base import Sink
 from sdcwatch.sinks.build import build_sinks
 
 _HISTORY_ANEW = (
-    "the run goes on from step {step}, but its directory holds nothing of what was before: the "
-    "history starts anew, without earlier suspects and checkpoints. Keep run_dir on storage that "
-    "rank 0 finds wherever it runs"
+    "the run goes on from step {step}, but {run_dir} holds nothing of what was before: the history "
+    "starts anew, without earlier suspects and checkpoints. Either the run had another name or "
+    "run_dir then (torchrun makes up a name at each launch): pass the same run= or run_dir= every "
+    "time. Or rank 0 does not find it where it runs now: keep it on storage that rank 0 finds"
 )
 
 
@@ -60,7 +61,8 @@ def open_run(
         for text in (*lines, *meeting.notes):
             LOG.info(text)
         if (config.start_step or environment.restart_count) and dispatcher.summary.segments == 1:
-            reporter.note_once("history_anew", _HISTORY_ANEW.format(step=config.start_step))
+            text = _HISTORY_ANEW.format(step=config.start_step, run_dir=run_dir)
+            reporter.note_once("history_anew", text)
     return reporter
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sdcwatch.core.grade import named_ranks
 from sdcwatch.core.outcomes import COLORS, MEANINGS, WORDS, Role
 from sdcwatch.core.records import Outcome, RunWord, Verdict
+from sdcwatch.core.saved import distrust
 from sdcwatch.core.summary import RunSummary
 from sdcwatch.core.text import ACTIONS as ACTIONS
 from sdcwatch.core.text import CHECK_NAMES as CHECK_NAMES
@@ -137,6 +138,12 @@ def _unfinished(summary: RunSummary, now: float) -> str:
 def _checkpoint(summary: RunSummary) -> str:
     withheld = summary.checkpoints.get("withheld", 0)
     kept_back = f" {count(withheld, 'checkpoint')} withheld." if withheld else ""
+    condemned, provisional = (
+        summary.condemned_checkpoint_steps,
+        summary.provisional_checkpoint_steps,
+    )
+    for clause in distrust(condemned, provisional):
+        kept_back += f" {clause[0].upper()}{clause[1:]}."
     if not summary.last_good_checkpoint_step:
         return "There is no checkpoint that passed the checks." + kept_back
     path = summary.last_good_checkpoint_path

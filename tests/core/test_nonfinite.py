@@ -227,6 +227,7 @@ def test_only_what_is_non_finite_in_every_repeat_names_a_rank_and_less_is_a_stri
     judgement = judge_nonfinite(facts, replay(1, 2, False), where, repeated=repeats({1: 2}, again))
     if again == REPEATS:
         assert (judgement.outcome, judgement.named) == (Outcome.SUSPECT, (1,))
+        assert judgement.reproduced(1) is True
     else:
         assert (judgement.outcome, judgement.strikes) == (Outcome.NOT_REPRODUCED, (1,))
         assert judgement.named == ()
@@ -267,6 +268,7 @@ def test_two_strikes_of_one_device_name_it_whichever_check_saw_the_first(topolog
         earlier = history.struck((device_of(where.ranks[1]),), check=check, step=7)
         second = judge_nonfinite(facts, replay(1, 2, False), where, repeated=once, history=earlier)
         assert (second.outcome, second.named) == (Outcome.SUSPECT, (1,))
+        assert second.reproduced(1) is False
         assert f"at step 7 (check {check.value})" in second.reason
         assert not asks_everybody(second, earlier)
     history = remember(history, first, where, step=9)
@@ -367,6 +369,7 @@ def test_a_second_strike_of_the_reduction_names_the_device(topology):
         (3,),
         Cause.REDUCTION,
     )
+    assert second.reproduced(3) is None
 
 
 def test_a_local_value_that_the_reduction_lost_is_said(topology):

@@ -291,6 +291,70 @@ def test_a_provisional_checkpoint_is_good_once_confirmed(start, confirmed_at):
     assert (summary.last_good_checkpoint_step, summary.last_good_checkpoint_time) == (15, 115.0)
 
 
+def saved(step, result=CheckpointResult.PROVISIONAL, reason=GateReason.OK, path=""):
+    return CheckpointEvent(step=step, time=100.0 + step, result=result, reason=reason, path=path)
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome.SUSPECT, Outcome.NOT_REPRODUCED, Outcome.UNATTRIBUTED, Outcome.TRANSPORT]
+)
+def test_an_audit_that_is_not_clean_condemns_what_was_saved_since_the_last_clean_one(
+    start, outcome
+):
+    good = saved(20, CheckpointResult.SAVED)
+    before = [start(), preflight(), passes(20), good, saved(30), saved(40)]
+    summary = fold(before)
+    assert summary.provisional_checkpoint_steps == (30, 40)
+    assert summary.condemned_checkpoint_steps == ()
+
+    summary = fold([*before, verdict(50, Check.REPLAY, outcome), passes(60)])
+    assert summary.condemned_checkpoint_steps == (30, 40)
+    assert summary.provisional_checkpoint_steps == ()
+    assert summary.last_good_checkpoint_step == 20
+
+
+@pytest.mark.parametrize("outcome", [Outcome.NOT_RUN, Outcome.VOID, Outcome.DIFFERS])
+def test_an_audit_that_compared_nothing_new_condemns_no_checkpoint(start, outcome):
+    records = [start(), saved(30), verdict(50, Check.REPLAY, outcome)]
+    assert fold(records).condemned_checkpoint_steps == ()
+    records.append(verdict(51, Check.NONFINITE, Outcome.SUSPECT))
+    assert fold(records).condemned_checkpoint_steps == ()
+
+
+def test_weights_that_differ_condemn_provisional_checkpoints(start):
+    differ = verdict(35, Check.FINGERPRINT, Outcome.SUSPECT, failed=True)
+    assert fold([start(), saved(30), differ]).condemned_checkpoint_steps == (30,)
+
+
+def test_a_checkpoint_saved_again_after_a_restart_is_judged_anew(start):
+    records = [start(), saved(30), verdict(35, Check.REPLAY, Outcome.SUSPECT), start(step=20)]
+    assert fold([*records, saved(30)]).condemned_checkpoint_steps == ()
+    assert fold([*records, saved(30)]).provisional_checkpoint_steps == (30,)
+    elsewhere = fold([*records, saved(30, path="b.pt")])
+    assert elsewhere.condemned_checkpoint_steps == (30,)
+
+
+def test_confirming_leaves_those_provisional_that_no_audit_can_confirm(start):
+    records = [
+        start(),
+        saved(10, reason=GateReason.DIFFERS),
+        saved(30),
+        saved(30, CheckpointResult.CONFIRMED),
+    ]
+    summary = fold(records)
+    assert summary.provisional_checkpoint_steps == (10,)
+    assert summary.last_good_checkpoint_step == 30
+
+
+def test_a_finding_says_whom_it_names_and_since_when(start):
+    found = verdict(20, Check.REPLAY, Outcome.SUSPECT, ranks=(1, 5), suspects=(suspect(3),))
+    again = verdict(30, Check.REPLAY, Outcome.SUSPECT, ranks=(1, 5), suspects=(suspect(3),))
+    first, second = fold([start(), found, again]).findings
+    assert (first.named_ranks, first.ranks) == ((3,), (1, 5))
+    assert [s.first_time for s in (*first.suspects, *second.suspects)] == [120.0, 120.0]
+    assert second.suspects[0].last_time == 130.0
+
+
 def test_a_verdict_counts_once_from_its_record(start):
     mismatches = verdict(12, Check.REPLAY, Outcome.TRANSPORT)
     summary = fold([start(), preflight(), passes(10), mismatches])

@@ -1,3 +1,4 @@
+from sdcwatch.core.saved import condemnation, distrust
 from sdcwatch.core.text import count, list_names, list_ranks
 
 
@@ -18,3 +19,15 @@ def test_names_are_shortened_after_three():
 
 def test_counts_agree_with_their_noun():
     assert [count(n, "check") for n in (0, 1, 2)] == ["0 checks", "1 check", "2 checks"]
+
+
+def test_checkpoints_that_nobody_vouches_for_are_listed_with_what_to_do():
+    assert distrust((), ()) == []
+    assert distrust((20, 40, 60, 80), ()) == [
+        "the checkpoints of steps 20, 40, 60 and 80 were never confirmed: do not resume from them"
+    ]
+    assert distrust((20,), (90,)) == [
+        "the checkpoint of step 20 was never confirmed: do not resume from it",
+        "the checkpoint of step 90 is provisional: not confirmed by an audit",
+    ]
+    assert condemnation(range(20, 120, 20)).startswith("5 checkpoints of steps 20 to 100 will")

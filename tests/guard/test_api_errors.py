@@ -456,6 +456,8 @@ def test_a_restart_that_finds_an_empty_run_directory_says_that_the_history_start
     notes = [r for r in read_records(bench.options["run_dir"]) if isinstance(r, Note)]
     (note,) = [n for n in notes if n.code == "history_anew"]  # the second has found the first
     assert "goes on from step 7" in note.message
+    assert "pass the same run= or run_dir=" in note.message
+    assert "on storage" in note.message
 
 
 def test_a_run_directory_that_does_not_answer_is_refused_in_time(

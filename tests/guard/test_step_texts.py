@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from sdcwatch.core.records import Check, Outcome, Suspect, Verdict
+from sdcwatch.core.records import (
+    Check,
+    CheckpointEvent,
+    CheckpointResult,
+    GateReason,
+    Outcome,
+    Suspect,
+    Verdict,
+)
+from sdcwatch.core.summary import SummaryBuilder
 from sdcwatch.core.text import line_of
 from sdcwatch.core.topology import Topology
-from sdcwatch.guard.reporter import Reporter, VerdictBuilder
+from sdcwatch.guard.reporter import Reporter, VerdictBuilder, closing_line
 from sdcwatch.sinks.dispatch import Dispatcher
 
 
@@ -46,3 +55,27 @@ def test_a_run_in_which_something_was_found_does_not_end_looking_healthy(
     assert line.startswith("SUSPECT: ")
     assert "last good checkpoint: none" in line
     assert line.endswith(f"sdcwatch report {tmp_path}")
+
+
+def test_the_update_of_a_step_that_was_audited_clean_is_not_at_risk(tmp_path: Path) -> None:
+    verdicts = VerdictBuilder(Topology(()), observing=False)
+    reporter = Reporter(Dispatcher(), verdicts, summary_path=None, leader=False, start_step=0)
+    for step in range(1, 4):
+        reporter.step = step
+        if step == 2:
+            reporter.last_clean_audit, reporter.steps_at_risk = (step, time.time()), 0
+        reporter.steps_at_risk += 1
+        assert reporter.steps_at_risk == (1, 0, 1)[step - 1]
+
+
+def test_the_last_line_names_checkpoints_that_an_audit_has_not_confirmed(tmp_path: Path) -> None:
+    builder = SummaryBuilder()
+    for step in (20, 40):
+        builder.add(
+            CheckpointEvent(
+                step=step, time=1.0, result=CheckpointResult.PROVISIONAL, reason=GateReason.OK
+            )
+        )
+    builder.add(suspect_verdict())
+    line = closing_line(builder.summary(), tmp_path)
+    assert "; the checkpoints of steps 20 and 40 were never confirmed: do not resume" in line
