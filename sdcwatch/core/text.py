@@ -78,8 +78,14 @@ def clock(seconds: float) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """A text cut to a number of characters, which shows that it was."""
-    return text if len(text) <= length else text[: length - 1].rstrip() + "…"
+    """A text cut at a word to at most a number of characters, which shows that it was."""
+    if len(text) <= length:
+        return text
+    kept = text[: length - 1]
+    at_word, _, rest = kept.rpartition(" ")
+    whole = text[length - 1].isspace()
+    # A word that alone is half of the text, as a path, is cut within.
+    return (at_word if not whole and len(rest) < length / 2 else kept).rstrip(" ,;:") + "…"
 
 
 def evidence(suspect: Suspect) -> str:
@@ -166,6 +172,8 @@ def _device(suspect: Suspect) -> str:
 
 def _hang_line(hang: Hang) -> Line:
     notes = [f"rank {rank} {text}" if rank.isdigit() else text for rank, text in hang.left.items()]
+    if hang.reporter and "store" not in hang.left:  # rank 0 says it too, where it can
+        notes.append(f"told by rank {hang.reporter}")
     words = f"{list_ranks(hang.absent)} absent at {hang.operation}"
     if not hang.absent and "store" in hang.left:  # through which the others would be asked
         words = f"neither the store nor, through it, any rank can be reached at {hang.operation}"

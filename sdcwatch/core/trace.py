@@ -245,10 +245,13 @@ def _one_sided(pair: _Pair, own: Value, other: Value) -> TraceFinding:
         detail = "its input changed in memory that other code holds, by numpy() or a pointer"
         return pair.found(TraceOutcome.BLIND, detail)
     reader = pair.here.place
+    read = f"before {replace(reader, backward=False)} read it{' in the backward' * reader.backward}"
+    if reader.operator.startswith("("):  # where the replay takes a result
+        read = f"before it was taken as the {reader.operator.strip('()')}"
     if changed.by is None:
         detail = f"{changed.origin or 'its input'} changed before it was read"
         return pair.found(TraceOutcome.DAMAGED, detail, rank=rank)
-    detail = f"its result changed before {reader} read it"
+    detail = f"its result changed {read}"
     return pair.found(TraceOutcome.DAMAGED, detail, changed.by, rank)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, IntEnum
 
-from sdcwatch.core.text import count, list_ranks
+from sdcwatch.core.text import count, list_ranks, shortened
 
 SHOWN_NOTES = 8
 LEFT = "left: "
@@ -190,9 +190,10 @@ def describe(finding: Finding) -> str:
             f"{list_ranks(finding.behind)} alive, {count(finding.steps_behind, 'step')} behind"
         )
     if finding.store_error:
+        problem = shortened(finding.store_error, 120)
         said.append(
-            f"the store is gone too ({finding.store_error[:80]}): the rank that hosts it has ended "
-            "or cannot be reached, which is global rank 0 unless the launcher hosts it"
+            f"the store is gone too ({problem}): the rank that hosts it has ended or cannot "
+            "be reached, which is global rank 0 unless the launcher hosts it"
         )
     elif not finding.absent:
         said.append("every rank answered the liveness check; one of them was slow")

@@ -113,7 +113,8 @@ class Display:
 
     def _state(self) -> str:
         parts = [] if self._loss is None else [f"loss {self._loss:.3f}"]
-        parts.append(f"{self._step_seconds:.2f} s/step")
+        if self._step_seconds:  # not before a step has ended
+            parts.append(f"{self._step_seconds:.2f} s/step")
         for outcome in Outcome:
             if self._counts[outcome]:
                 symbol, word, style = outcome_words(outcome)

@@ -119,7 +119,7 @@ class CheckpointGate:
         text = "" if error is None else f"{type(error).__name__}: {error}"
         rows = gather_json(self._exchange, text, operation)
         said = {rank: row for rank, row in enumerate(rows) if row}
-        detail = "; ".join(f"save raised on rank {r}: {t}" for r, t in said.items())
+        detail = "; ".join(f"save raised on rank {r}: {t.rstrip('.')}" for r, t in said.items())
         self._emit(step, CheckpointResult.FAILED, GateReason.SAVE_ERROR, detail, decision.audit_age)
         if error is not None:
             raise error

@@ -116,7 +116,7 @@ def make_run_dir(path: Path) -> None:
             f"Expected `run_dir` to be writable, but got {error.strerror} for {path}. Pass a "
             "directory that every rank's user may write."
         )
-        raise ConfigurationError(msg) from error
+        raise ConfigurationError(msg) from None
 
 
 def run_name(config: GuardConfig, environment: LauncherEnvironment) -> str:

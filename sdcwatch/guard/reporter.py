@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from sdcwatch.core.advice import closing_line
 from sdcwatch.core.fingerprint import FingerprintJudgement
 from sdcwatch.core.nonfinite import NonfiniteJudgement
 from sdcwatch.core.outcomes import MEANINGS, is_alarm
@@ -46,9 +47,8 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.replay import Named
-from sdcwatch.core.saved import distrust
 from sdcwatch.core.summary import RunSummary
-from sdcwatch.core.text import count, line_of, list_ranks
+from sdcwatch.core.text import line_of, list_ranks
 from sdcwatch.core.topology import Topology
 from sdcwatch.sinks.jsonl import SummaryFile
 
@@ -384,20 +384,6 @@ def open_console(*, console: bool) -> Callable[[], None]:
             handler.setLevel(before[1])
 
     return close
-
-
-def closing_line(summary: RunSummary, run_dir: Path, unwritten: Sequence[str] = ()) -> str:
-    """The last line of a run: a run in which something was found must not end looking healthy."""
-    good = summary.last_good_checkpoint_step
-    missing = f" ({' and '.join(unwritten)} could not be written to the end)" if unwritten else ""
-    clauses = (
-        f"{summary.verdict.upper()}: {summary.reason.rstrip('.')}",
-        f"{count(summary.steps_at_risk, 'step')} at risk",
-        *distrust(summary.condemned_checkpoint_steps, summary.provisional_checkpoint_steps),
-        f"last good checkpoint: {f'step {good}' if good else 'none'}",
-        f"details: sdcwatch report {run_dir}{missing}",
-    )
-    return "; ".join(clauses)
 
 
 def _log(record: Record) -> None:

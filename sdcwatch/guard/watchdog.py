@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from sdcwatch.core.records import Hang
+from sdcwatch.core.text import shortened
 from sdcwatch.core.waiting import (
     LEFT,
     SHOWN_NOTES,
@@ -365,7 +366,7 @@ def rank_gone(finding: Finding, operation: str, waited: float, problem: str) -> 
     """
     said = [describe(finding), f"waited {waited:.1f} s"]
     if problem:
-        said[-1] += f": {problem[:120]}"
+        said[-1] += f": {shortened(problem, 200)}"
     return RankGone(finding.named, "; ".join(said), operation)
 
 

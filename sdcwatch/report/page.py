@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from sdcwatch.core.advice import what_to_do
 from sdcwatch.core.grade import Grade
 from sdcwatch.core.outcomes import is_alarm
 from sdcwatch.core.records import (
@@ -114,6 +115,7 @@ def render(
         view=view,
         words=words,
         sentences=words.sentences(view.summary, time.time()),
+        advice=what_to_do(view.summary),
         symbol=symbol,
         color=color,
         style=_resource("style.css"),

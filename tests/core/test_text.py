@@ -1,5 +1,10 @@
+from pathlib import Path
+
+from sdcwatch.core.advice import SECTIONS, what_to_do
+from sdcwatch.core.records import Check, RunWord, Suspect
 from sdcwatch.core.saved import condemnation, distrust
-from sdcwatch.core.text import count, list_names, list_ranks
+from sdcwatch.core.summary import RunSummary
+from sdcwatch.core.text import count, list_names, list_ranks, shortened
 
 
 def test_ranks_are_listed_in_order_once_and_shortened_when_many():
@@ -31,3 +36,40 @@ def test_checkpoints_that_nobody_vouches_for_are_listed_with_what_to_do():
         "the checkpoint of step 90 is provisional: not confirmed by an audit",
     ]
     assert condemnation(range(20, 120, 20)).startswith("5 checkpoints of steps 20 to 100 will")
+
+
+def test_a_text_is_cut_at_a_word_and_shows_it():
+    said = "Read error: Connection reset by peer"
+    assert shortened(said, 36) == said
+    assert shortened(said, 34) == "Read error: Connection reset by…"
+    assert shortened(said, 32) == "Read error: Connection reset by…"
+    assert shortened(said, 12) == "Read error…"
+    assert shortened("a/long/path/without/words", 10) == "a/long/pa…"
+
+
+def test_a_run_with_a_suspect_says_what_to_do_and_a_clean_one_does_not():
+    named = Suspect(
+        rank=3, node="n1", instance_id="i-1", gpu="GPU-3", gpu_index=1, check=Check.REPLAY,
+        mismatches=2, comparisons=2,
+    )  # fmt: skip
+    run = RunSummary(verdict=RunWord.SUSPECT, suspects=(named,), run_dir="/runs/a b", segments=1)
+    assert what_to_do(run) == [
+        "Drain GPU-3 on n1, and keep it for diagnosis: do not restart on it.",
+        "No checkpoint of this run has passed the checks: start again from before it.",
+        "When that is done, close the finding: sdcwatch close '/runs/a b' --gpu GPU-3 --reason ...",
+        "More: docs/runbook.md, SdcwatchSuspectRank.",
+    ]
+    tainted = RunSummary(
+        verdict=RunWord.TAINTED, last_good_checkpoint_step=40, last_good_checkpoint_path="a.pt"
+    )
+    assert what_to_do(tainted)[0] == (
+        "Resume from the last good checkpoint, that of step 40 (a.pt)."
+    )
+    for word in (RunWord.CLEAN, RunWord.NOT_CHECKED, RunWord.WARNING):
+        assert what_to_do(RunSummary(verdict=word)) == []
+
+
+def test_the_sections_of_the_runbook_that_texts_name_exist():
+    page = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text(encoding="utf-8")
+    for section in SECTIONS.values():
+        assert f"\n## {section}\n" in page

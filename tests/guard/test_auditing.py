@@ -21,9 +21,11 @@ from sdcwatch.core.checkpoint import GateFacts, judge_checkpoint
 from sdcwatch.core.records import (
     Action,
     Cause,
+    CheckpointEvent,
     Coverage,
     GateReason,
     GuardState,
+    Note,
     Outcome,
     PreflightDone,
     Progress,
@@ -132,6 +134,7 @@ class _Rank:
         sink = self.sink = Kept()
         verdicts = VerdictBuilder(topology, observing=config.mode == "observe")
         self.reporter = Reporter(sink, verdicts, summary_path=None, leader=False, start_step=0)
+        self.gate = CheckpointGate(exchange, self.reporter)
         memory = SegmentMemory()
         self.preflight = Preflight(
             exchange,
@@ -153,7 +156,7 @@ class _Rank:
             self.reporter,
             check=ReplayCheck(self.preflight, ring, ""),
             replicas=cast(Any, EqualReplicas()),
-            gate=CheckpointGate(exchange, self.reporter),
+            gate=self.gate,
             decide=Decide(self.say, self.fail),
         )
         self.audits.begin()
@@ -200,6 +203,7 @@ class _Rank:
             )
         )
         run.gates[step], run.results[step] = decision.reason, decision.result.value
+        self.gate.allow(step, decision)
 
 
 def run_of(
@@ -302,6 +306,17 @@ def test_after_widespread_checkpoints_are_withheld_and_the_ring_is_tried_again()
     assert {run.results[s] for s in range(4, 10)} == {"withheld"}
     assert run.gates[12] is GateReason.OK  # it has been clean again since step 10
     assert all(step % 2 == 0 for step in run.audited if 6 <= step <= 9)
+
+
+def test_an_audit_that_is_not_clean_says_which_checkpoints_it_leaves_unconfirmed() -> None:
+    run = run_of(sticky([3], since=4), steps=5)
+    assert run.results[3] == "provisional"
+    notes = [n for n in run.told(Note) if n.code.startswith("checkpoints_condemned")]
+    assert [(n.step, n.message.partition(",")[0]) for n in notes] == [
+        (4, "the checkpoint of step 3 will never be confirmed")
+    ]
+    confirmed = [e.step for e in run.told(CheckpointEvent) if e.result.value == "confirmed"]
+    assert 3 not in confirmed
 
 
 def test_three_inconclusive_audits_in_a_row_ask_for_a_new_preflight() -> None:

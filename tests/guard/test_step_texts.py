@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sdcwatch.core.advice import closing_line
 from sdcwatch.core.records import (
     Check,
     CheckpointEvent,
@@ -19,7 +20,7 @@ from sdcwatch.core.records import (
 from sdcwatch.core.summary import SummaryBuilder
 from sdcwatch.core.text import line_of
 from sdcwatch.core.topology import Topology
-from sdcwatch.guard.reporter import Reporter, VerdictBuilder, closing_line
+from sdcwatch.guard.reporter import Reporter, VerdictBuilder
 from sdcwatch.sinks.dispatch import Dispatcher
 
 
@@ -53,6 +54,7 @@ def test_a_run_in_which_something_was_found_does_not_end_looking_healthy(
         reporter.close()
     line = caplog.messages[-1]
     assert line.startswith("SUSPECT: ")
+    assert "what to do: docs/runbook.md, SdcwatchSuspectRank; " in line
     assert "last good checkpoint: none" in line
     assert line.endswith(f"sdcwatch report {tmp_path}")
 

@@ -12,6 +12,10 @@ import pytest
 
 from sdcwatch.core.grade import Planted, grade
 from sdcwatch.core.records import (
+    Check,
+    CheckpointEvent,
+    CheckpointResult,
+    GateReason,
     Note,
     PreflightDone,
     Progress,
@@ -55,6 +59,28 @@ def test_the_page_says_the_verdict_first(story: list[Record]) -> None:
     assert "The run was resumed once." in text
 
 
+def test_the_page_of_a_run_with_a_suspect_says_what_to_do_now(story: list[Record]) -> None:
+    text = text_of(render(story))
+    assert "What to do now. Drain " in text
+    assert "Resume from the last good checkpoint, that of step" in text
+    assert "sdcwatch close " in text
+    assert text.index("What to do now.") < text.index("ranks named")
+
+
+def test_the_page_marks_checkpoints_that_were_never_confirmed(story: list[Record]) -> None:
+    at = next(i for i, r in enumerate(story) if isinstance(r, Verdict) and r.check is Check.REPLAY)
+    provisional = CheckpointEvent(
+        step=story[at].step - 1,
+        time=story[at].time,
+        result=CheckpointResult.PROVISIONAL,
+        reason=GateReason.OK,
+    )
+    text = text_of(render([*story[:at], provisional, *story[at:]]))
+    said = f"The checkpoint of step {provisional.step} was never confirmed: do not resume from it."
+    assert said in text
+    assert "✗ never confirmed: do not resume from it" in text
+
+
 def test_the_page_names_tensors_sides_and_evidence(story: list[Record]) -> None:
     text = text_of(render(story))
 
@@ -85,6 +111,7 @@ def test_a_clean_run_reads_as_clean_and_one_without_audits_as_not_checked(
     calm = [r for r in story if isinstance(r, (Progress, RunFinished))][:1]
     clean = [story[0], story[1], *calm, story[-1]]
     assert "No corruption was found" in text_of(render(clean))
+    assert "What to do now." not in text_of(render(clean))
     assert "No rank was named." in text_of(render(clean))
 
     blind = [story[0], story[-1]]

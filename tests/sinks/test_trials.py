@@ -478,7 +478,7 @@ SEQUENCES = {
 
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_console_summary_wandb_report_and_gauge_say_one_word(name, segment, suspect):
-    from sdcwatch.guard.reporter import closing_line
+    from sdcwatch.core.advice import closing_line
     from sdcwatch.sinks.wandb_rows import summary_values
 
     stream, word = SEQUENCES[name]

@@ -109,7 +109,7 @@ def _audit_of_a_bad_rank() -> AuditFacts:
     return AuditFacts(
         comparisons_total=6,
         mismatches=(Mismatch(3, 5, "bad", "ok"), Mismatch(1, 3, "ok", "bad")),
-        arbitration={3: {0: "ok", 4: "ok"}, 1: {4: "ok", 5: "ok"}},
+        arbitration={3: {0: "ok", 4: "ok"}, 1: {2: "ok", 4: "ok"}},
         repeats={(3, 3): wrong, (5, 3): right, (0, 3): right}
         | {(3, 1): wrong, (1, 1): right, (4, 1): right},
     )
