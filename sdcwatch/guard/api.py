@@ -146,7 +146,9 @@ class Guard(JoinableGuard):
         self._exporters, self._export_seconds = made.exporters, made.export_seconds
         self._exits = Exits(lambda: self._steps.step)
         self._sigterm = (
-            TerminationHandler(self._is_busy, self._end_now, self._exits.remember)
+            TerminationHandler(
+                self._is_busy, self._end_now, self._exits.remember, lambda: self._steps.thread
+            )
             if made.config.handle_sigterm
             else None
         )

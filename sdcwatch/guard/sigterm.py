@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -53,6 +54,7 @@ class TerminationHandler:
         end: Ends the run from another thread, and returns the exit code; at once where another
             thread is ending it.
         remember: Told what is about to be raised.
+        trains: Which thread trains.
 
     Attributes:
         received: The signal came.
@@ -63,8 +65,9 @@ class TerminationHandler:
         busy: Callable[[], bool],
         end: Callable[[], int],
         remember: Callable[[BaseException], None] = lambda error: None,
+        trains: Callable[[], int] = threading.get_ident,
     ) -> None:
-        self._busy, self._end, self._remember = busy, end, remember
+        self._busy, self._end, self._remember, self._trains = busy, end, remember, trains
         self._pid = os.getpid()
         self._failed_at = 0.0
         self.received = self._decided = self._installed = False
@@ -142,6 +145,14 @@ class TerminationHandler:
     def _ignore(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._after_failure:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        trains = self._trains()
+        if self.received and trains != threading.get_ident() and trains in sys._current_frames():
+            # A thread inside of torch aborts the process when the interpreter ends under it.
+            atexit.unregister(self._ignore)
+            with contextlib.suppress(Exception):
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+            os._exit(EXIT_TERMINATED)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._receive()

@@ -15,6 +15,7 @@ GradScaler does.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,6 +84,7 @@ class StepController:
         skips: Updates that did not happen.
         error: What the guard raised in a backward or an update, for the last record.
         recorded_loss: What `Guard.record_loss` was given, until it is read.
+        thread: Which one calls the module.
         recover: Puts back what an optimizer step that ended in an exception left.
     """
 
@@ -130,6 +132,7 @@ class StepController:
         )
         self.error: BaseException | None = None
         self._synchronises = True
+        self.thread = threading.get_ident()
         self.recorded_loss: torch.Tensor | None = None
         self.recover: Callable[[], None] = lambda: None
         self.audits.begin()
@@ -144,6 +147,7 @@ class StepController:
         """
         if internals.current_graph_task() >= 0:  # a checkpoint recomputes
             return False
+        self.thread = threading.get_ident()
         self.recover()
         self._look_at_weights()
         before = self._window

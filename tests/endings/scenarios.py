@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -222,6 +223,18 @@ def sleeps(me: Rank) -> None:
             (me.run_dir / "cleaned").touch()
 
     me.train(sleep)
+
+
+def trains_in_a_thread(me: Rank) -> None:
+    """The main thread only waits, and is told to end."""
+    guard = me.guard()
+    training = threading.Thread(target=me.loop, args=(guard, lambda _: None, 100_000))
+    training.start()
+    with guard:
+        while guard.step < STEPS:
+            time.sleep(0.01)
+        (me.run_dir / f"steady-{me.rank}").touch()
+        training.join()
 
 
 def in_an_event_loop(me: Rank) -> None:

@@ -181,6 +181,7 @@ def test_a_signal_ends_the_run_with_a_last_record_unless_the_program_handles_it(
         ("sigterm", "neither", signal.SIGTERM, TERMINATED),
         ("sleeps", "neither", signal.SIGTERM, TERMINATED),
         ("in_an_event_loop", "", signal.SIGTERM, TERMINATED),
+        ("trains_in_a_thread", "", signal.SIGTERM, TERMINATED),
     ],
 )
 def test_a_code_is_the_same_in_the_log_however_the_script_came_to_it(
