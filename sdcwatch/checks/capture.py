@@ -74,6 +74,7 @@ from sdcwatch.checks.reading import (
 from sdcwatch.checks.replaying import replaying
 from sdcwatch.checks.serialise import NotTransportable, Scope, freeze, tensors_in
 from sdcwatch.checks.side_doors import find_side_doors
+from sdcwatch.checks.signals import let_through
 from sdcwatch.checks.torch_internals import Edge, RunningBackward
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 
@@ -390,6 +391,7 @@ class CallCapture:
             self._records = [record for record in self._records if not record.dead]
 
     def _failed(self, error: Exception) -> None:
+        let_through(error)
         self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     # --- a backward ---
@@ -457,6 +459,7 @@ class CallCapture:
             with internals.dispatch_modes_off():
                 self._note_arrival(window, record, number, gradient.detach())
         except Exception as error:
+            let_through(error)
             record.problem = record.problem or f"{type(error).__name__}: {error}"
 
     def _note_arrival(

@@ -51,6 +51,7 @@ from sdcwatch.checks.payload import Call, MicroBatch, pack, unpack
 from sdcwatch.checks.reading import total
 from sdcwatch.checks.replaying import replay_in_progress
 from sdcwatch.checks.serialise import NotTransportable, tensors_in
+from sdcwatch.checks.signals import let_through
 
 _OWN = (str(Path(__file__).parent),)
 _NOT_STOPPABLE = "in compiled code a collective cannot be stopped, and preflight has not looked yet"
@@ -191,10 +192,12 @@ class Replayer:
                 result = _Run(self.capture, self.caller, micro_batch, options).result()
             return replace(result, hidden=hidden.moved, lost=hidden.lost)
         except NotTransportable as error:
+            let_through(error)
             return ReplayResult(not_run=str(error))
         except internals.CollectiveAttempted as error:
             return ReplayResult(collectives=(str(error),), error=f"{type(error).__name__}: {error}")
         except Exception as error:
+            let_through(error)
             if internals.is_recompilation(error):
                 return ReplayResult(not_run="the module would have to be compiled once more")
             first_line = (str(error).splitlines() or [""])[0]

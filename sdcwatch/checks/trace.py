@@ -37,6 +37,7 @@ from sdcwatch.checks import torch_internals as internals
 from sdcwatch.checks.module_state import numeric_environment
 from sdcwatch.checks.payload import MicroBatch
 from sdcwatch.checks.replay import Replayer, ReplayOptions, ReplayResult
+from sdcwatch.checks.signals import let_through
 from sdcwatch.checks.trace_reading import (
     Fingerprints,
     Memory,
@@ -336,6 +337,7 @@ class TraceRecorder:
             try:
                 yield
             except Exception as error:
+                let_through(error)
                 first = (str(error).splitlines() or [""])[0]
                 self.blind = self.blind or f"the trace failed: {type(error).__name__}: {first}"
 
@@ -462,6 +464,7 @@ def traced_replay(
         try:
             recorder = TraceRecorder(replayer)
         except Exception as error:
+            let_through(error)
             return Trace(blind=f"the trace failed: {type(error).__name__}")
         result = replayer.run(micro_batch, replace(options or ReplayOptions(), observer=recorder))
         if result.not_run or result.error:

@@ -208,7 +208,8 @@ class Reporter:
             self.window.disagreements += len(record.disagreements)
         self.flush()
         self._out(record)
-        if self._leader and not isinstance(record, (RunStarted, Progress)):
+        failed = isinstance(record, RunFinished) and record.exit_code != 0  # each has its last word
+        if failed or (self._leader and not isinstance(record, (RunStarted, Progress))):
             _log(record)
         if not isinstance(record, (Note, StateChanged)):
             self._write_summary()

@@ -70,7 +70,7 @@ class TerminationHandler:
         self._busy, self._end, self._remember, self._trains = busy, end, remember, trains
         self._pid = os.getpid()
         self._failed_at = 0.0
-        self.received = self._decided = self._installed = False
+        self.received = self._decided = self._raised = self._installed = False
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
         current = signal.getsignal(signal.SIGTERM)
@@ -135,7 +135,7 @@ class TerminationHandler:
                 threading.Thread(target=_follow_main, name="sdcwatch-end", daemon=True).start()
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.received:
+        if self.received and not self._raised:  # else the program has caught it, and goes on
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _after_failure(self, number: int, frame: FrameType | None) -> None:
@@ -161,7 +161,7 @@ class TerminationHandler:
         if not (chained or self._pipe is None or self._decided):
             self._wake(number)  # an event loop may have taken the descriptor
         elif not self._anyone_busy():
-            error = Terminated()
+            error, self._raised = Terminated(), True
             for one in self._open:
                 one._remember(error)
             raise error

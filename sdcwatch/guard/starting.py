@@ -36,7 +36,7 @@ def open_run(
 ) -> Reporter:
     """Open the event log and the sinks, and give out the start record."""
     environment = launcher_environment()
-    run_dir = meeting.run_dir
+    run_dir = meeting.run_dir.absolute()  # the program may change its directory
     answered(run_dir, lambda: make_run_dir(run_dir))
     start = _start_record(config, guarded, meeting, run_dir)
     dispatcher, lines = build_sinks(
@@ -88,7 +88,7 @@ def _start_record(
         environment=environment_of(guarded),
         notes=meeting.notes,
         run_id=meeting.run_id,
-        run_dir=str(run_dir.absolute()),
+        run_dir=str(run_dir),
     )
 
 

@@ -36,6 +36,7 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.text import list_names
+from sdcwatch.errors import CorruptionDetected, Desync, RankGone
 from sdcwatch.guard.auditing import Audits, Decide
 from sdcwatch.guard.checkpoint import CheckpointGate
 from sdcwatch.guard.exchange import Code, Exchange, agree_on_device
@@ -241,7 +242,7 @@ class StepController:
                 self._last_count = window.count
                 self._decide(window)
                 self._replicas.software.backward_ended()
-        except BaseException as error:
+        except (CorruptionDetected, Desync, RankGone) as error:
             self.error = error
             raise
         finally:
@@ -420,7 +421,7 @@ class StepController:
             self.skips.updated()
             self._reporter.steps_at_risk += 1
             self._replicas.after_update(window.step)
-        except BaseException as error:
+        except (CorruptionDetected, Desync, RankGone) as error:
             self.error = error
             raise
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from sdcwatch.checks.signals import let_through
 from sdcwatch.core.waiting import Answer, Finding, Position, describe, judge_wait
 from sdcwatch.guard.watchdog import LivenessCheck, bounded, ran_apart, rank_gone
 
@@ -177,6 +178,7 @@ def issued(issue: Callable[[], Any]) -> Any:
     try:
         return issue()
     except RuntimeError as error:
+        let_through(error)
         return Broken(error)
 
 
@@ -186,6 +188,7 @@ def unfinished(work: Any, seconds: float) -> str | None:
     try:
         work.wait(timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
+        let_through(error)
         under_way = time.monotonic() - started >= seconds
         return "" if under_way else str(error).splitlines()[0]
     return None

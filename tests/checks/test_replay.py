@@ -7,7 +7,9 @@ import dataclasses
 import gc
 import queue
 import random
+import signal
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -157,6 +159,55 @@ def test_an_exception_is_a_result(error):
     assert result.gradients is None
     assert not replaying()
     assert capture.module.count == 1
+
+
+class Preempted(Exception):
+    """What a handler of the program raises, so that it ends."""
+
+
+class Handler:
+    def __call__(self, number, frame):
+        raise Preempted
+
+    def method(self, number, frame):
+        raise Preempted
+
+
+def handle(number, frame):
+    raise Preempted
+
+
+@pytest.mark.parametrize("handler", [handle, Handler(), Handler().method, partial(handle)])
+@pytest.mark.parametrize("in_replay", [True, False])
+def test_what_a_signal_handler_of_the_program_raises_is_the_programs(handler, in_replay):
+    capture, [(backward, _)] = captured()
+    before = signal.signal(signal.SIGUSR1, handler)
+
+    def interrupt():
+        signal.raise_signal(signal.SIGUSR1)
+
+    try:
+        if in_replay:
+            capture.module.also = interrupt
+            with pytest.raises(Preempted):
+                Replayer(capture).run(backward.micro_batch)
+        else:
+            with pytest.raises(Preempted):
+                capture._failed(raised(interrupt))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not replaying()
+    assert capture.module.count == 1
+    assert capture.failure == ""
+
+
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        unreadable = NotTransportable("it does not pickle")
+        unreadable.__cause__ = error
+        return unreadable
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -85,6 +85,8 @@ def check(ended: Ended, story: Story) -> None:
     )
     assert story.says in "\n".join(ended.stderr[0].splitlines()[-3:]), said
     assert "details: sdcwatch report" in ended.last_line(), said
+    failed = [r for r, code in enumerate(ended.codes) if r and code not in (0, -signal.SIGKILL)]
+    assert [r for r in failed if ": ended: " not in ended.last_line(r)] == [], said
     if not story.state:
         return
     assert ended.finish.state.value == story.state

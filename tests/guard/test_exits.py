@@ -20,6 +20,8 @@ from sdcwatch.core.records import CheckpointEvent, RunFinished
 from sdcwatch.errors import RankGone, SdcwatchError
 from sdcwatch.guard.api import exit_code_of
 from sdcwatch.guard.sigterm import Terminated, TerminationHandler
+from sdcwatch.guard.waits import unfinished
+from sdcwatch.sinks.jsonl import read_records
 from sdcwatch.testing import MemorySink
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -281,7 +283,38 @@ def test_the_last_of_several_guards_gives_the_signal_back() -> None:
         assert [type(error) for error in remembered] == [Terminated]
         assert second.received
     finally:
-        second.received = first.received = False  # it is not meant for the process of the tests
-        second.close(failed=False)
+        second.close(failed=False)  # who has caught it is not told again
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     signal.signal(signal.SIGTERM, before)
+
+
+def test_what_a_signal_handler_raises_in_a_wait_is_no_broken_connection() -> None:
+    class Preempted(RuntimeError):
+        pass
+
+    class Work:
+        def wait(self, timeout: object) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+
+    def handle(number: int, frame: object) -> None:
+        raise Preempted
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(Preempted):
+            unfinished(Work(), 1.0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_run_stays_where_it_is_when_the_program_changes_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = Run(Path("run"))
+    monkeypatch.chdir(elsewhere)
+    run.guard.close()
+    assert list(elsewhere.iterdir()) == []
+    assert any(isinstance(one, RunFinished) for one in read_records(tmp_path / "run"))
