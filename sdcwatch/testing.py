@@ -227,6 +227,7 @@ class RankFailed(AssertionError):
     """A function raised on a rank of the pool; the message is that rank's traceback."""
 
 
+_FIRST_PORT = 10240
 _ANY_PORT = random.SystemRandom()  # tests seed the usual one
 
 
@@ -242,10 +243,11 @@ def free_port() -> int:
     given_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
     lowest = int(given_out.read_text().split()[0]) if given_out.is_file() else 32768
     for _ in range(1000):
-        port = _ANY_PORT.randrange(min(10240, lowest // 2), lowest)
+        # Where the system gives out all that an ordinary user may have, one of those has to do.
+        port = _ANY_PORT.randrange(_FIRST_PORT, lowest) if lowest > 2 * _FIRST_PORT else 0
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            return int(probe.getsockname()[1])
     msg = f"Expected a free port below {lowest}, but got none in 1000 tries. End what listens."
     raise OSError(msg)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, IntEnum
 
 from sdcwatch.core.text import count, list_ranks, shortened
+from sdcwatch.errors import Desync, RankGone
 
 SHOWN_NOTES = 8
 LEFT = "left: "
@@ -198,3 +199,30 @@ def describe(finding: Finding) -> str:
     elif not finding.absent:
         said.append("every rank answered the liveness check; one of them was slow")
     return "; ".join(said)
+
+
+def ran_apart(finding: Finding) -> Desync:
+    """The error of ranks that will never meet."""
+    positions = {r: finding.notes.get(r, "is alive, past it") for r in finding.past[:SHOWN_NOTES]}
+    return Desync(
+        {rank: text.removeprefix("is alive, ") for rank, text in positions.items()},
+        past=finding.operation,
+        ranks=finding.past,
+    )
+
+
+def rank_gone(finding: Finding, operation: str, waited: float, problem: str) -> RankGone:
+    """The error of an operation that will never end, because of a rank that is absent.
+
+    Args:
+        finding: What a liveness check found.
+        operation: What was being done.
+        waited: For so many seconds.
+        problem: What broke, or "".
+    """
+    said = [describe(finding), f"waited {waited:.1f} s"]
+    if problem:
+        said[-1] += f": {shortened(problem, 200)}"
+    # Who is alive and behind has broken nothing.
+    named = finding.named if finding.gone or not problem else ()
+    return RankGone(named, "; ".join(said), operation)

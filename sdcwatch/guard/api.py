@@ -443,10 +443,12 @@ class Guard(JoinableGuard):
         """
         liveness, error = self._exchange.liveness, self._error
         absent = error.ranks if isinstance(error, RankGone) else ()
-        exporters = [rank for rank in self._exporters if rank not in absent]
-        if self._exchange.rank in exporters:
-            liveness.exported(len(exporters))
-        elif exporters and isinstance(error, CorruptionDetected | Desync | RankGone):
+        gone = [rank for rank in self._exporters if rank in absent]
+        if self._exchange.rank in self._exporters:
+            liveness.exported(len(self._exporters), gone)
+        elif len(gone) < len(self._exporters) and isinstance(
+            error, CorruptionDetected | Desync | RankGone
+        ):
             liveness.await_exported(self._export_seconds)
 
     def _finished(self, error: BaseException | None, code: int) -> RunFinished:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from sdcwatch.core.waiting import Finding
+from sdcwatch.core.waiting import SHOWN_NOTES, Finding
 from sdcwatch.guard.bitmap import mark, marked
 from sdcwatch.guard.watchdog import STORE_SECONDS, bounded
 
 ARRIVED = "arrived"
+_NOT_HERE = "has not called sdcwatch.init, which every rank must call at the same point"
 
 
 class Arrivals:
@@ -45,7 +46,9 @@ class Arrivals:
             return None, ""
         missing, unknown = bounded(self._who_is_missing, 2 * STORE_SECONDS)
         bounded(lambda: self._let_others_read(missing or ()), STORE_SECONDS)
-        return Finding(silent=missing or (), store_error=unknown), problem
+        missing = missing or ()
+        notes = dict.fromkeys(missing[:SHOWN_NOTES], _NOT_HERE)
+        return Finding(silent=missing, notes=notes, store_error=unknown), problem
 
     def _who_is_missing(self) -> tuple[int, ...]:
         """The first that asks reads the bitmap, the others read what it found."""

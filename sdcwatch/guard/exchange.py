@@ -161,6 +161,10 @@ class GlooExchange:
     ) -> None:
         require_process_group()
         parent = process_group if process_group is not None else dist.group.WORLD
+        # No device is told of by whoever has only tensors of the host.
+        device = device or torch.device("cpu")
+        self._device_group = parent if device.type == "cuda" else None
+        self._buffer = HostBuffer(device)
         # Far above the soft deadline: it would destroy the group.
         hard_seconds = max(HARD_SECONDS, 2 * late_seconds, 20 * deadline_seconds)
         own = own_group(parent, deadline_seconds=deadline_seconds, hard_seconds=hard_seconds)
@@ -171,10 +175,6 @@ class GlooExchange:
             own.liveness, own.gloo, deadline_seconds=deadline_seconds, late_seconds=late_seconds
         )
         self._place: Place | None = None
-        # No device is told of by whoever has only tensors of the host.
-        device = device or torch.device("cpu")
-        self._device_group = parent if device.type == "cuda" else None
-        self._buffer = HostBuffer(device)
 
     def on_absent(self, told: OnAbsent) -> None:
         """Have somebody told of each liveness check that found ranks absent. No collective."""
@@ -184,8 +184,9 @@ class GlooExchange:
         """Which guard of this job it is with that name, from 1 on; until `close`. No collective."""
         c10d = dist.distributed_c10d
         shared = c10d.PrefixStore("sdcwatch/places/", c10d._get_default_store())
-        self._place = Place(shared, name)
-        return self._place.number
+        place: Place = self._waiting.ask(lambda: Place(shared, name), "sdcwatch.init")
+        self._place = place
+        return place.number
 
     def connect(self, partners: Sequence[int]) -> None:
         """Make connections now, so that no audit has to, all within one deadline.
@@ -280,7 +281,7 @@ class GlooExchange:
 
     def mark_joined(self) -> None:
         """See `Exchange.mark_joined`."""
-        self._store.set("joined", "1")
+        self._waiting.ask(lambda: self._store.set("joined", "1"), "telling the store of no inputs")
 
     def anyone_joined(self) -> bool:
         """See `Exchange.anyone_joined`."""
@@ -289,7 +290,7 @@ class GlooExchange:
 
     def all_joined(self) -> None:
         """See `Exchange.all_joined`."""
-        self._store.delete_key("joined")
+        self._waiting.ask(lambda: self._store.delete_key("joined"), "the end of Join")
 
     def move(self, step: int, stage: Stage, doing: str) -> None:
         """See `Exchange.move`."""

@@ -15,10 +15,10 @@ from typing import Any
 import torch.distributed as dist
 
 from sdcwatch.config import gloo_interfaces
-from sdcwatch.core.waiting import Finding
+from sdcwatch.core.waiting import Finding, rank_gone
 from sdcwatch.errors import ConfigurationError
 from sdcwatch.guard.arrivals import Arrivals
-from sdcwatch.guard.watchdog import Answering, LivenessCheck, bounded, rank_gone
+from sdcwatch.guard.watchdog import Answering, LivenessCheck, bounded
 
 LOG = logging.getLogger("sdcwatch")
 _INIT = "sdcwatch.init"
@@ -59,11 +59,16 @@ def own_group(parent: Any, *, deadline_seconds: float, hard_seconds: float) -> O
         RankGone: A rank did not come within the deadline.
     """
     ranks = dist.get_process_group_ranks(parent)
-    rank, world_size, store = dist.get_rank(parent), len(ranks), _own_store(ranks)
+    rank, world_size, started = dist.get_rank(parent), len(ranks), time.monotonic()
+    # A store on a host that was cut off never answers.
+    clients, problem = bounded(lambda: _own_store(ranks), deadline_seconds)
+    if problem:
+        _raise(Finding(store_error=problem), started, "")
+    store, another = clients
     meet_in_store(store, rank, world_size, deadline_seconds)
     liveness = LivenessCheck(store, rank, world_size)
     # From here on a rank that is long, with its files for instance, is not taken for dead.
-    answering = Answering(liveness, store.clone())
+    answering = Answering(liveness, another)
     started, hard = time.monotonic(), timedelta(seconds=hard_seconds)
     # Made directly rather than by new_group, which every rank of the job would have to call, and
     # whose counters must agree on all of them.
@@ -86,7 +91,7 @@ def meet_in_store(store: Any, rank: int, world_size: int, deadline_seconds: floa
     started = time.monotonic()
     finding, problem = Arrivals(store, rank, world_size).meet(deadline_seconds)
     if finding is not None:
-        _raise(finding, started, problem)
+        _raise(finding, started, "" if finding.silent else problem)
 
 
 def _raise(finding: Finding, started: float, problem: str) -> None:
@@ -95,8 +100,10 @@ def _raise(finding: Finding, started: float, problem: str) -> None:
     raise gone
 
 
-def _own_store(ranks: list[int]) -> Any:
+def _own_store(ranks: list[int]) -> tuple[Any, Any]:
     """A corner of the default store for one group: the same on every rank, and never reused.
+
+    Two clients of it, for two threads.
 
     Ranks count their arrivals in the store; a group of W ranks is one generation of W arrivals.
 
@@ -107,7 +114,8 @@ def _own_store(ranks: list[int]) -> Any:
     listed = hashlib.blake2b(repr(ranks).encode(), digest_size=12).hexdigest()
     corner = c10d.PrefixStore(f"sdcwatch/{listed}/", c10d._get_default_store())
     generation = (corner.add("arrivals", 1) - 1) // len(ranks)
-    return c10d.PrefixStore(f"{generation}/", corner)
+    own: Any = c10d.PrefixStore(f"{generation}/", corner)
+    return own, own.clone()
 
 
 def lazy_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:

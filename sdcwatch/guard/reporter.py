@@ -340,7 +340,16 @@ class ConsoleHandler(logging.Handler):
 
     Findings are logged as CRITICAL: a handler at that level stays also with ``console=False``, so
     that no choice of handlers keeps them from stderr.
+
+    Attributes:
+        levels: What each open guard wants to be shown; the lowest counts.
+        log_level: Of the logger, before the first of them.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: list[int] = []
+        self.log_level = LOG.level
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line as a whole, so that ranks do not mix; where it can be written."""
@@ -369,20 +378,21 @@ def open_console(*, console: bool) -> Callable[[], None]:
     """
     level = logging.INFO if console else logging.CRITICAL
     found = [h for h in LOG.handlers if isinstance(h, ConsoleHandler)]
-    before = (LOG.level, found[0].level if found else None)
-    handler = found[0] if found else ConsoleHandler(level)
-    handler.setLevel(min(handler.level, level))
+    handler = found[0] if found else ConsoleHandler()
     if not found:
         LOG.addHandler(handler)
+    handler.levels.append(level)
+    handler.setLevel(min(handler.levels))
     if console and not LOG.isEnabledFor(logging.INFO):
         LOG.setLevel(logging.INFO)
 
     def close() -> None:
-        LOG.setLevel(before[0])
-        if before[1] is None:
+        handler.levels.remove(level)
+        if handler.levels:
+            handler.setLevel(min(handler.levels))
+        else:  # the last guard in this process
             LOG.removeHandler(handler)
-        else:
-            handler.setLevel(before[1])
+            LOG.setLevel(handler.log_level)
 
     return close
 

@@ -22,8 +22,16 @@ from typing import Any
 import torch
 
 from sdcwatch.checks.signals import let_through
-from sdcwatch.core.waiting import Answer, Finding, Position, describe, judge_wait
-from sdcwatch.guard.watchdog import LivenessCheck, bounded, ran_apart, rank_gone
+from sdcwatch.core.waiting import (
+    Answer,
+    Finding,
+    Position,
+    describe,
+    judge_wait,
+    ran_apart,
+    rank_gone,
+)
+from sdcwatch.guard.watchdog import LivenessCheck, bounded
 
 RECHECK_SECONDS = 60.0
 """Time between two liveness checks while a rank is late."""

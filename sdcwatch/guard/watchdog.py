@@ -25,7 +25,6 @@ from types import FrameType
 from typing import Any
 
 from sdcwatch.core.records import Hang
-from sdcwatch.core.text import shortened
 from sdcwatch.core.waiting import (
     LEFT,
     SHOWN_NOTES,
@@ -35,9 +34,10 @@ from sdcwatch.core.waiting import (
     Stage,
     describe,
     in_next_forward,
+    ran_apart,
     relation,
 )
-from sdcwatch.errors import EXIT_HANG, Desync, RankGone, SdcwatchError
+from sdcwatch.errors import EXIT_HANG, RankGone, SdcwatchError
 from sdcwatch.guard.bitmap import mark, marked
 
 WINDOW_SECONDS = 6.0
@@ -117,6 +117,7 @@ class LivenessCheck:
         self._turn = threading.Lock()
         self._latest: tuple[Position, Finding, float] | None = None
         self._has_left = self._stopped = False
+        self._unread: list[str] = []
 
     # --- where this rank is ---
 
@@ -186,27 +187,42 @@ class LivenessCheck:
         mark(store, f"{base}/{state.value}", self.rank)
         store.add(f"{base}/count", 1)
         if state is not Relation.HERE:
-            self._read_along(store, f"{base}/found")
+            self._unread.append(f"{base}/found")
+        if self._unread:
+            self._read_along(store)
         return True
 
-    def _read_along(self, store: Any, key: str) -> None:
-        """Remember what was found: once the connections break, it may be too late to ask."""
+    def _read_along(self, store: Any) -> None:
+        """Remember what was found: once the connections break, it may be too late to ask.
+
+        Not while another question waits: whoever does not answer in time is taken for dead.
+        """
         end = time.monotonic() + 2 * self.window_seconds
         pause = _LOOK_SECONDS
         while time.monotonic() < end and not self._stopped:
-            if store.check([key]):
+            for key in [key for key in self._unread if store.check([key])]:
                 self.found = Finding.decode(store.get(key), rank=-1)
+                self._unread.remove(key)
+            if not self._unread or store.check([self._question(self.rank)]):
                 return
             time.sleep(pause)
-            pause = min(1.0, 2 * pause)  # a few looks by each rank, however many there are
+            pause = min(0.5, 2 * pause)  # a few looks by each rank, however many there are
+        self._unread.clear()
 
-    def exported(self, number: int) -> None:
-        """Say that this rank has reported the run, as `number` ranks do."""
-        bounded(lambda: self._exported(number), STORE_SECONDS)
+    def exported(self, number: int, gone: Iterable[int] = ()) -> None:
+        """Say that this rank has reported the run.
 
-    def _exported(self, number: int) -> None:
-        if self._store.add("exports", 1) == number:
-            self._store.set("exported", "1")
+        Args:
+            number: How many ranks do.
+            gone: Those of them that will not, as far as this one knows; another may know of more.
+        """
+        bounded(lambda: self._exported(number, gone), STORE_SECONDS)
+
+    def _exported(self, number: int, gone: Iterable[int]) -> None:
+        for rank in (*gone, self.rank):  # each is counted once, by itself or by another
+            first = self._store.add(f"exports/{rank}", 1) == 1
+            if first and self._store.add("exports", 1) == number:
+                self._store.set("exported", "1")
 
     def await_exported(self, seconds: float) -> None:
         """Wait until all of them said so; a store that is gone says it too, for nobody else can."""
@@ -343,31 +359,6 @@ def _ranks(some: Iterable[int]) -> tuple[int, ...]:
 
 def _span(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
-
-
-def ran_apart(finding: Finding) -> Desync:
-    """The error of ranks that will never meet."""
-    positions = {r: finding.notes.get(r, "is alive, past it") for r in finding.past[:SHOWN_NOTES]}
-    return Desync(
-        {rank: text.removeprefix("is alive, ") for rank, text in positions.items()},
-        past=finding.operation,
-        ranks=finding.past,
-    )
-
-
-def rank_gone(finding: Finding, operation: str, waited: float, problem: str) -> RankGone:
-    """The error of an operation that will never end, because of a rank that is absent.
-
-    Args:
-        finding: What a liveness check found.
-        operation: What was being done.
-        waited: For so many seconds.
-        problem: What broke, or "".
-    """
-    said = [describe(finding), f"waited {waited:.1f} s"]
-    if problem:
-        said[-1] += f": {shortened(problem, 200)}"
-    return RankGone(finding.named, "; ".join(said), operation)
 
 
 class Answering:
@@ -519,7 +510,10 @@ class Watchdog:
         since = since or self._since or time.monotonic()
         liveness = self._liveness
         finding = (liveness.call_of_broken if broken else liveness.call)(self._place)
-        if not finding.absent and not finding.store_error:
+        absent = finding.absent
+        if broken and not (finding.past or finding.gone):
+            absent = ()  # who is alive and behind has broken nothing
+        if not absent and not finding.store_error:
             return None
         hang = self.record(finding, _backward(self._step if step is None else step), since)
         if finding.is_told_by(self._liveness.rank):

@@ -134,7 +134,9 @@ class WandbSink(SummarySink):
             if (report := self._report) is not None and report.is_file():
                 failures.attempt(lambda: log_report(self._run, report))
             if self._make is not None:
-                failures.attempt(self._run.finish)
+                # By itself it knows of no code: this is before the process ends with one.
+                code = self._summary.exit_code
+                failures.attempt(lambda: self._run.finish(exit_code=code))
         failures.raise_first()
 
     def _begin(self) -> None:

@@ -161,7 +161,7 @@ def test_a_rank_that_never_calls_init_is_named(tmp_path: Path) -> None:
     assert ended.codes == [EXIT_RANK_GONE, None, EXIT_RANK_GONE]
     for rank in OTHERS:
         assert (
-            "rank at sdcwatch.init, but rank 1 did not answer: rank 1 gave no sign of life"
+            "rank at sdcwatch.init, but rank 1 did not answer: rank 1 has not called sdcwatch.init"
             in (ended.stderr[rank])
         )
     assert ended.seconds < 5 * BUDGET_SECONDS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sdcwatch.core.waiting import Finding, Stage, describe
+from sdcwatch.core.waiting import Finding, Position, Stage, describe
 from sdcwatch.guard.arrivals import Arrivals
 from sdcwatch.guard.watchdog import LivenessCheck
 
@@ -234,6 +234,41 @@ def test_whoever_reports_nothing_waits_for_all_that_do() -> None:
     second.exported(2)
     other.await_exported(60.0)
     assert time.monotonic() - started < 30.0
+
+
+def test_of_those_that_report_each_may_know_of_others() -> None:
+    first, second, third, other = liveness(4)
+    second.exported(3)
+    first.exported(3, gone=[1])  # which had reported, before it left
+    started = time.monotonic()
+    other.await_exported(0.3)
+    assert time.monotonic() - started >= 0.3
+    third.exported(3)
+    other.await_exported(60.0)
+    assert time.monotonic() - started < 30.0
+
+
+def test_a_rank_that_waits_for_an_answer_to_read_answers_the_next_question_in_time() -> None:
+    # The first question is open for its whole window, because of a rank that is dead.
+    first, second, third, alive, _ = liveness(5, window_seconds=3.0)
+    for rank in (second, third, alive):
+        rank.move(5, Stage.COMPUTING, "in step 5")
+    first.move(5, Stage.STEP, "before the end of the backward")
+    asked = first.begin("the end of the backward of step 5")
+    found: dict[int, Finding] = {}
+
+    def ask(rank: LivenessCheck, place: Position) -> None:
+        found[rank.rank] = rank.call(place, afresh=True)
+
+    with answering(first, second, third, alive):
+        threads = [threading.Thread(target=ask, args=(first, asked))]
+        threads += [threading.Thread(target=ask, args=(r, r.where)) for r in (second, third)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.2)
+        for thread in threads:
+            thread.join()
+    assert {rank: one.silent for rank, one in found.items()} == {0: (4,), 1: (4,), 2: (4,)}
 
 
 def test_the_thread_that_answers_ends_when_its_rank_closes() -> None:

@@ -176,6 +176,14 @@ def test_who_has_gone_is_named_when_a_connection_breaks(bench: Bench) -> None:
     assert dog.explain(ValueError("something else")) is None
 
 
+def test_a_local_error_is_not_blamed_on_a_rank_that_is_alive_and_behind(bench: Bench) -> None:
+    dog = bench.start(hang_seconds=60.0)
+    dog.enter(7)
+    bench.liveness.finding = Finding(behind=(1,), notes={1: "is alive, after step 6"})
+    assert dog.explain(RuntimeError("NCCL error: an illegal memory access")) is None
+    assert bench.hangs == []
+
+
 def test_a_report_that_fails_keeps_nobody_from_leaving(bench: Bench) -> None:
     def full_disk(hang: Hang) -> None:
         raise OSError(28, "No space left on device")

@@ -10,7 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from sdcwatch.core.records import Cause, Check, Origin, Outcome, Verdict
+from sdcwatch.core.records import (
+    Cause,
+    Check,
+    GuardState,
+    Origin,
+    Outcome,
+    RunFinished,
+    Verdict,
+)
 from sdcwatch.sinks import wandb_rows
 from sdcwatch.sinks.dispatch import Dispatcher
 
@@ -218,7 +226,7 @@ def test_the_report_becomes_an_artifact_if_it_is_there(faulty_run, tmp_path):
 def test_a_report_written_later_is_published_through_a_run_of_its_own(tmp_path, monkeypatch):
     report, run, made = tmp_path / "report.html", FakeRun(), []
     report.write_text("<html>")
-    run.finish = lambda: run._call("finish")
+    run.finish = lambda **how: run._call("finish")
     monkeypatch.setattr(wandb, "init", lambda **arguments: made.append(arguments) or run)
 
     assert publish_report(report, {"project": "p", "group": "run-7"})
@@ -226,6 +234,22 @@ def test_a_report_written_later_is_published_through_a_run_of_its_own(tmp_path, 
     assert made[0]["group"] == "run-7"
     assert made[0]["settings"].init_timeout == 10.0
     assert [call[0] for call in run.calls] == ["log_artifact", "finish"]
+
+
+def test_a_run_of_our_own_ends_with_the_code_of_the_process(start):
+    run = FakeRun()
+    run.finish = lambda **how: run._call("finish", how)
+    failed = RunFinished(
+        step=4,
+        time=4.0,
+        state=GuardState.FAILED,
+        reason="the run ended with RankGone",
+        exit_code=83,
+    )
+
+    give(WandbSink(lambda: run), [start, failed])
+
+    assert run.of("finish") == [({"exit_code": 83},)]
 
 
 def test_a_report_that_cannot_be_published_raises_nothing(tmp_path, monkeypatch):
