@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sdcwatch.core.records import CheckpointResult, GateReason
-from sdcwatch.core.text import list_ranks
+from sdcwatch.core.text import count, list_ranks
 
 SUSPECTS_SHOWN = 4
 """Suspects that the reason of a refusal names."""
@@ -126,7 +126,7 @@ def _not_audited(facts: GateFacts, age: int | None) -> tuple[GateReason, str] | 
     if limit is not None and age > limit:
         return (
             GateReason.AUDIT_TOO_OLD,
-            f"The last clean audit is {age} steps old; at most {limit} are allowed.",
+            f"The last clean audit is {count(age, 'step')} old; at most {limit} are allowed.",
         )
     return None
 
@@ -153,10 +153,8 @@ def judge_checkpoint(facts: GateFacts) -> GateDecision:
     if age == 0:
         detail = "Every check passed at this step."
         return GateDecision(True, CheckpointResult.SAVED, reason, detail, age)
-    detail = (
-        f"The last clean audit is {age} steps old; the next audit confirms it if that is clean, "
-        "and else it is not to be resumed from."
-    )
+    old = count(age or 0, "step")
+    detail = f"The last clean audit is {old} old; the next one, if clean, confirms it."
     return GateDecision(True, CheckpointResult.PROVISIONAL, reason, detail, age)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from sdcwatch.core.checkpoint import GateDecision, is_confirmable
-from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason
+from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason, Note
 from sdcwatch.core.saved import condemnation
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 from sdcwatch.guard.exchange import SAVE_SECONDS, Exchange
@@ -110,8 +110,8 @@ class CheckpointGate:
         """An audit was not clean: nothing will confirm what was saved since the last clean one."""
         condemned, self._provisional = [saved for saved, _ in self._provisional], []
         if condemned:
-            code = f"checkpoints_condemned_{step}"
-            self._reporter.note_once(code, condemnation(condemned))
+            code, text = "checkpoints_condemned", condemnation(condemned)
+            self._reporter.emit(Note(step=step, time=time.time(), code=code, message=text))
 
     def _failed(
         self, step: int, decision: GateDecision, error: BaseException | None, operation: str
