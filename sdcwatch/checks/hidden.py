@@ -25,7 +25,6 @@ import types
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from sdcwatch.checks.kept import GENERATORS, Part
+from sdcwatch.checks.signals import PassedOver
 from sdcwatch.core.text import list_names
 
 _LARGEST = 4 << 20  # bytes of a tensor that is copied
@@ -105,13 +105,13 @@ class HiddenState:
         moved: dict[str, None] = {}
         lost: dict[str, None] = {}
         for place, before in self._places:
-            with suppress(Exception):
+            with PassedOver():
                 if place.read() is not before:
                     place.write(before)
                     moved[place.name] = None
         for name, undo in self._undo:
             done: bool | None = False
-            with suppress(Exception):
+            with PassedOver():
                 done = undo()
             if done is not None:
                 (moved if done else lost)[name] = None
@@ -142,7 +142,7 @@ class HiddenState:
         for name, value in self._unwatched:
             self._reach(name, value)
         while self._waiting and len(self._seen) < _THINGS:
-            with suppress(Exception):  # objects of the user's may raise in anything
+            with PassedOver():  # objects of the user's may raise in anything
                 self._look_at(*self._waiting.popleft())
         self._waiting.clear()
 
@@ -390,7 +390,7 @@ def _left(iterator: Any) -> Any:
     hint = operator.length_hint(iterator, -1)
     if hint >= 0:
         return hint
-    with warnings.catch_warnings(), suppress(Exception):
+    with warnings.catch_warnings(), PassedOver():
         warnings.simplefilter("ignore")  # itertools will not tell it any more in Python 3.14
         parts: Any = iterator.__reduce__()
         inside = [item for part in parts[1:] if isinstance(part, tuple) for item in part]

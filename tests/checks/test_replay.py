@@ -34,6 +34,7 @@ from sdcwatch.checks.payload import (
 )
 from sdcwatch.checks.replay import GradientSum, Replayer, ReplayOptions
 from sdcwatch.checks.replaying import replaying
+from sdcwatch.checks.signals import PassedOver
 
 CPU = torch.device("cpu")
 
@@ -194,6 +195,10 @@ def test_what_a_signal_handler_of_the_program_raises_is_the_programs(handler, in
         else:
             with pytest.raises(Preempted):
                 capture._failed(raised(interrupt))
+            with pytest.raises(Preempted), PassedOver():
+                interrupt()
+            with PassedOver():
+                raise ValueError("of an object of the program's")
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert not replaying()
