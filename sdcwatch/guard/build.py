@@ -15,7 +15,7 @@ from sdcwatch.checks.capture import CallCapture
 from sdcwatch.checks.determinism import DeterministicSwitches
 from sdcwatch.checks.replay import Replayer
 from sdcwatch.checks.shadow import ForwardShadow
-from sdcwatch.checks.trace import REPEATS, disputed_trace, repeated_trace
+from sdcwatch.checks.trace import disputed_trace
 from sdcwatch.config import GuardConfig
 from sdcwatch.core.waiting import Finding
 from sdcwatch.guard.checkpoint import CheckpointGate
@@ -26,11 +26,9 @@ from sdcwatch.guard.hook import GradientProbes, guard_hook, released_probes
 from sdcwatch.guard.leaving import export_seconds, exporters
 from sdcwatch.guard.meeting import Meeting
 from sdcwatch.guard.nonfinite import NonfiniteCheck, NonfiniteInvestigation
-from sdcwatch.guard.preflight import Preflight, ReplayCheck
-from sdcwatch.guard.replay import AuditPolicy, RingAudit, SegmentMemory
+from sdcwatch.guard.preflight import Preflight, replay_check
 from sdcwatch.guard.reporter import Reporter
 from sdcwatch.guard.saved_state import SavedState
-from sdcwatch.guard.starting import environment_of
 from sdcwatch.guard.step import StepController
 from sdcwatch.guard.tracing import Tracing
 from sdcwatch.guard.updates import UpdateLog
@@ -108,7 +106,7 @@ def build(
         saved=SavedState(guarded.named, guarded.module, shadow.take_left_behind),
     )
     replayer = Replayer(capture, choose_caller(guarded.given, guarded.ddp, guarded.module))
-    replay = _replay_check(config, guarded, exchange, meeting, replayer)
+    replay = replay_check(config, guarded, exchange, meeting, replayer)
     watchdog = _watchdog(config, exchange, reporter)
     steps = StepController(
         config,
@@ -147,40 +145,6 @@ def build(
         exporters=exporters(config, meeting.topology),
         export_seconds=export_seconds(config),
         close_console=close_console,
-    )
-
-
-def _replay_check(
-    config: GuardConfig,
-    guarded: Guarded,
-    exchange: Exchange,
-    meeting: Meeting,
-    replayer: Replayer,
-) -> ReplayCheck:
-    spoken = guarded.spoken
-    names = [spoken.get(name, name) for name, _ in guarded.compared]
-    facts = partial(environment_of, guarded)
-    rounds = config.preflight_micro_batches
-    trace = partial(disputed_trace, replayer)
-    policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts, trace)
-    memory = SegmentMemory(meeting.matched_earlier)
-    return ReplayCheck(
-        Preflight(
-            exchange,
-            replayer.run_packed,
-            names,
-            topology=meeting.topology,
-            memory=memory,
-            rounds=rounds,
-            facts=facts,
-            max_payload_bytes=config.max_payload_mb * MIB,
-            covers=replayer.caller.covers,
-            trace=partial(repeated_trace, replayer, repeats=REPEATS),
-            device=guarded.device,
-            widen=replayer.capture.entrances.widen,
-        ),
-        RingAudit(exchange, meeting.topology, replayer.run, names, policy=policy, memory=memory),
-        meeting.audits_off,
     )
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from sdcwatch.checks.determinism import software_facts
 from sdcwatch.checks.payload import MicroBatch, PayloadDamaged, pack, packed_size, unpack
-from sdcwatch.checks.replay import ReplayOptions, ReplayResult
+from sdcwatch.checks.replay import Replayer, ReplayOptions, ReplayResult
 from sdcwatch.checks.serialise import NotTransportable
+from sdcwatch.checks.trace import REPEATS, disputed_trace, repeated_trace
+from sdcwatch.config import GuardConfig
 from sdcwatch.core.arbitration import error_value
 from sdcwatch.core.disputes import TRACED, Dispute, conclude_common, plan_common_traces
 from sdcwatch.core.preflight import (
@@ -30,7 +33,10 @@ from sdcwatch.core.records import SHOWN, Coverage, Outcome
 from sdcwatch.core.topology import Topology
 from sdcwatch.core.trace_values import TraceOutcome
 from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.guarded import Guarded
+from sdcwatch.guard.meeting import Meeting
 from sdcwatch.guard.replay import (
+    AuditPolicy,
     OwnStep,
     RingAudit,
     SegmentMemory,
@@ -40,6 +46,7 @@ from sdcwatch.guard.replay import (
     value_of,
 )
 from sdcwatch.guard.sharing import gather_json, spread
+from sdcwatch.guard.starting import environment_of
 from sdcwatch.guard.tracing import MakeTrace, Tracing
 
 MIB = 2**20
@@ -354,3 +361,46 @@ class ReplayCheck:
     preflight: Preflight
     audit: RingAudit
     off: str
+
+
+def replay_check(
+    config: GuardConfig,
+    guarded: Guarded,
+    exchange: Exchange,
+    meeting: Meeting,
+    replayer: Replayer,
+) -> ReplayCheck:
+    """Build check 2.
+
+    Args:
+        config: Of this rank.
+        guarded: What is guarded.
+        exchange: Between the ranks.
+        meeting: What they agreed on.
+        replayer: Repeats calls of the module.
+    """
+    spoken = guarded.spoken
+    names = [spoken.get(name, name) for name, _ in guarded.compared]
+    facts = partial(environment_of, guarded)
+    rounds = config.preflight_micro_batches
+    trace = partial(disputed_trace, replayer)
+    policy = AuditPolicy(guarded.device, config.quorum, config.seed, facts, trace)
+    memory = SegmentMemory(meeting.matched_earlier)
+    return ReplayCheck(
+        Preflight(
+            exchange,
+            replayer.run_packed,
+            names,
+            topology=meeting.topology,
+            memory=memory,
+            rounds=rounds,
+            facts=facts,
+            max_payload_bytes=config.max_payload_mb * MIB,
+            covers=replayer.caller.covers,
+            trace=partial(repeated_trace, replayer, repeats=REPEATS),
+            device=guarded.device,
+            widen=replayer.capture.entrances.widen,
+        ),
+        RingAudit(exchange, meeting.topology, replayer.run, names, policy=policy, memory=memory),
+        meeting.audits_off,
+    )
