@@ -38,7 +38,8 @@ def what_to_do(summary: RunSummary) -> list[str]:
     said = []
     if devices:
         names = [f"{s.gpu} on {s.node}" for s in devices.values()]
-        said.append(f"Drain {list_names(names)}, and keep it for diagnosis: do not restart on it.")
+        it = "it" if len(names) == 1 else "them"
+        said.append(f"Drain {list_names(names)}; keep {it} for diagnosis, do not restart on {it}.")
     said.append(_resume(summary))
     for suspect in list(devices.values())[:1]:
         close = ["sdcwatch", "close", summary.run_dir, "--gpu", suspect.gpu, "--reason", "..."]
@@ -51,7 +52,7 @@ def what_to_do(summary: RunSummary) -> list[str]:
 def _resume(summary: RunSummary) -> str:
     step, path = summary.last_good_checkpoint_step, summary.last_good_checkpoint_path
     if step is None:
-        return "No checkpoint of this run has passed the checks: start again from before it."
+        return "No checkpoint of this run has passed the checks: start again from an older one."
     where = f" ({path})" if path else ""
     unless = ", unless the run has been resumed so already" if summary.segments > 1 else ""
     return f"Resume from the last good checkpoint, that of step {step}{where}{unless}."

@@ -54,8 +54,8 @@ def test_a_run_with_a_suspect_says_what_to_do_and_a_clean_one_does_not():
     )  # fmt: skip
     run = RunSummary(verdict=RunWord.SUSPECT, suspects=(named,), run_dir="/runs/a b", segments=1)
     assert what_to_do(run) == [
-        "Drain GPU-3 on n1, and keep it for diagnosis: do not restart on it.",
-        "No checkpoint of this run has passed the checks: start again from before it.",
+        "Drain GPU-3 on n1; keep it for diagnosis, do not restart on it.",
+        "No checkpoint of this run has passed the checks: start again from an older one.",
         "When that is done, close the finding: sdcwatch close '/runs/a b' --gpu GPU-3 --reason ...",
         "More: docs/runbook.md, SdcwatchSuspectRank.",
     ]

@@ -74,11 +74,13 @@ def test_the_page_marks_checkpoints_that_were_never_confirmed(story: list[Record
         time=story[at].time,
         result=CheckpointResult.PROVISIONAL,
         reason=GateReason.OK,
+        detail="The last clean audit is 9 steps old; the next one, if clean, confirms it.",
     )
     text = text_of(render([*story[:at], provisional, *story[at:]]))
     said = f"The checkpoint of step {provisional.step} was never confirmed: do not resume from it."
     assert said in text
     assert "✗ never confirmed: do not resume from it" in text
+    assert "confirms it" not in text
 
 
 def test_the_page_names_tensors_sides_and_evidence(story: list[Record]) -> None:
