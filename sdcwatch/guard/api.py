@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from sdcwatch.errors import (
 from sdcwatch.guard.build import register_hook
 from sdcwatch.guard.checkpoint import require_place
 from sdcwatch.guard.exchange import Operation, agree
-from sdcwatch.guard.exits import Exits
+from sdcwatch.guard.exits import Exits, exit_code_of
 from sdcwatch.guard.join import JoinableGuard
 from sdcwatch.guard.optimizer import Adoption, OptimizerHooks, WrapperHooks
 from sdcwatch.guard.reporter import LOG
@@ -105,7 +104,7 @@ def _remembers(
         try:
             return method(guard, *args, **kwargs)
         except (CorruptionDetected, Desync, RankGone) as error:
-            guard._error = error
+            guard.remember(error)
             raise
 
     return remembering
@@ -270,7 +269,8 @@ class Guard(JoinableGuard):
         Every rank calls it; it makes no collective. May be called again. In a `finally` or an
         `except` the run has ended with the exception that is being handled there.
         """
-        self._end_with(self._exits.error() or self._error or self._steps.error)
+        asked = self._exits.error() or self._exits.remembered()
+        self._end_with(asked or self._steps.error)
 
     def __enter__(self) -> Guard:
         self._require_open()
@@ -323,6 +323,10 @@ class Guard(JoinableGuard):
         self._close(error)
         return exit_code_of(error)
 
+    def remember(self, error: BaseException) -> None:
+        """See `JoinableGuard`."""
+        self._exits.remember(error)
+
     def others_synchronise(self) -> bool:
         """See `JoinableGuard`."""
         ddp = self._ddp
@@ -367,10 +371,7 @@ class Guard(JoinableGuard):
     def _close(self, error: BaseException | None, exit_code: int | None = None) -> None:
         if os.getpid() != self._pid:  # a forked helper ends no run
             return
-        if not self._claim.acquire(blocking=False):
-            # Another thread ends the run, and the process: not before somebody was told.
-            if self._ender != threading.get_ident():
-                self._ended.wait()
+        if not self._claim.acquire(blocking=False) and not self._is_unclaimed():
             return
         self._ending, self._ender = True, threading.get_ident()
         try:
@@ -379,6 +380,16 @@ class Guard(JoinableGuard):
             self._ended.set()
             self._exits.close()
             atexit.unregister(self._at_exit)
+
+    def _is_unclaimed(self) -> bool:
+        """Whether whoever began to end the run was interrupted before it could do so."""
+        if self._ender == threading.get_ident():
+            return False
+        # Another thread ends the run, and the process: not before somebody was told.
+        while not self._ended.wait(1.0):
+            if not self._ender:
+                return True
+        return False
 
     def _end_run(self, error: BaseException | None, exit_code: int | None) -> None:
         try:
@@ -402,7 +413,7 @@ class Guard(JoinableGuard):
 
     def _at_exit(self) -> None:
         """The script ends without close(): after an exception that nobody caught, or by mistake."""
-        self._end_with(self._exits.last() or self._error or self._steps.error)
+        self._end_with(self._exits.last() or self._steps.error)
 
     def _end_with(self, error: BaseException | None) -> None:
         """End the run with what ends the program, whose exit code is settled by now."""
@@ -428,12 +439,14 @@ class Guard(JoinableGuard):
         if self._watchdog is not None:
             self._watchdog.close()
         self._exchange.close()
-        self._reporter.emit(finished)
-        self._reporter.close()
-        self._leave_in_order()
-        self._close_console()
-        if self._sigterm is not None:
-            self._sigterm.close(failed=finished.exit_code != 0)
+        try:
+            self._reporter.emit(finished)
+            self._reporter.close()
+        finally:  # a second Ctrl-C: others wait, and the signal is to be given back
+            self._leave_in_order()
+            self._close_console()
+            if self._sigterm is not None:
+                self._sigterm.close(failed=finished.exit_code != 0)
 
     def _leave_in_order(self) -> None:
         """After a failure of all ranks, those that report leave first.
@@ -474,16 +487,3 @@ def told_of(error: BaseException) -> str:
             return f"{said}: {error}"
         case _:
             return said
-
-
-def exit_code_of(error: BaseException | None) -> int:
-    """The code that the interpreter ends with if nobody catches `error`."""
-    if error is None:
-        return 0
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    if isinstance(error, SystemExit):
-        # As the parent sees it: eight bits.
-        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
-    code = getattr(error, "exit_code", 1)  # of click, too
-    return code & 0xFF if isinstance(code, int) else 1

@@ -48,9 +48,9 @@ class Exits:
     def behind(self, error: BaseException | None) -> BaseException | None:
         """What ends the program, where `error` is only how a generator or a task learns of it."""
         if isinstance(error, GeneratorExit):
-            return self._remembered()
+            return self.remembered()
         if type(error).__name__ == "CancelledError":  # as asyncio ends tasks in a signal
-            return self._remembered() or _interrupt() or error
+            return self.remembered() or _interrupt() or error
         return error
 
     def last(self) -> BaseException | None:
@@ -58,7 +58,7 @@ class Exits:
         uncaught = _uncaught()
         if uncaught is not None and id(uncaught) not in self._earlier:
             return uncaught
-        return self._remembered()
+        return self.remembered()
 
     def close(self) -> None:
         """Give `sys.exit` back, unless somebody else has taken it meanwhile."""
@@ -66,7 +66,8 @@ class Exits:
             sys.exit = self._exit
         self._asked, self._place = None, object
 
-    def _remembered(self) -> BaseException | None:
+    def remembered(self) -> BaseException | None:
+        """What was remembered, while the loop is where it was then."""
         if self._asked is not None and self._asked[1] == self._place():
             return self._asked[0]
         return None
@@ -87,3 +88,16 @@ def _interrupt() -> KeyboardInterrupt | None:
 def _uncaught() -> BaseException | None:
     """What nobody caught; at a prompt, that of an earlier line, which ended nothing."""
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The code that the interpreter ends with if nobody catches `error`."""
+    if error is None:
+        return 0
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, SystemExit):
+        # As the parent sees it: eight bits.
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    code = getattr(error, "exit_code", 1)  # of click, too
+    return code & 0xFF if isinstance(code, int) else 1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from sdcwatch.errors import ConfigurationError
+from sdcwatch.errors import ConfigurationError, Desync, RankGone
 from sdcwatch.guard.exchange import NEUTRAL, Exchange
 
 
@@ -29,13 +29,17 @@ class _Shadow(JoinHook):
         if not guard.others_synchronise():
             return
         guard.shadow_step()
-        guard.joined_exchange.mark_joined()
         device = guard.join_device
-        guard.joined_exchange.max_and_read(
-            torch.full((2,), NEUTRAL, dtype=torch.int64, device=device),
-            torch.zeros(0, device=device),
-            "a step after this rank ran out of inputs",
-        )
+        try:
+            guard.joined_exchange.mark_joined()
+            guard.joined_exchange.max_and_read(
+                torch.full((2,), NEUTRAL, dtype=torch.int64, device=device),
+                torch.zeros(0, device=device),
+                "a step after this rank ran out of inputs",
+            )
+        except (Desync, RankGone) as error:
+            guard.remember(error)
+            raise
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Every rank has run out of inputs."""
@@ -86,6 +90,10 @@ class JoinableGuard(Joinable):
     @abstractmethod
     def others_synchronise(self) -> bool:
         """Whether the ranks that still train reduce gradients in this iteration."""
+
+    @abstractmethod
+    def remember(self, error: BaseException) -> None:
+        """What ends the run, for its last record."""
 
     @abstractmethod
     def shadow_step(self) -> None:

@@ -19,7 +19,7 @@ from sdcwatch.guard.exchange import GlooExchange
 from sdcwatch.guard.guarded import what_is_guarded
 from sdcwatch.guard.meeting import meet
 from sdcwatch.guard.reporter import open_console
-from sdcwatch.guard.starting import open_run
+from sdcwatch.guard.starting import give_up_run, open_run
 from sdcwatch.sinks.base import Sink
 
 
@@ -46,7 +46,11 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
         try:
             meeting = meet(exchange, config, guarded)
             reporter = open_run(config, guarded, exchange, meeting, sinks)
-            return build(config, guarded, exchange, meeting, reporter, close_console)
+            try:
+                return build(config, guarded, exchange, meeting, reporter, close_console)
+            except BaseException as error:
+                give_up_run(reporter, error)
+                raise
         except BaseException as error:
             exchange.leave(
                 f"sdcwatch.init ended with {type(error).__name__}",

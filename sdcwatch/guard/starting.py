@@ -10,8 +10,9 @@ from pathlib import Path
 from sdcwatch import __version__
 from sdcwatch.checks.determinism import environment_facts
 from sdcwatch.config import GuardConfig, launcher_environment
-from sdcwatch.core.records import RunStarted
+from sdcwatch.core.records import GuardState, RunFinished, RunStarted
 from sdcwatch.guard.exchange import Exchange
+from sdcwatch.guard.exits import exit_code_of
 from sdcwatch.guard.files import answered, make_run_dir
 from sdcwatch.guard.guarded import Guarded
 from sdcwatch.guard.meeting import Meeting
@@ -64,6 +65,17 @@ def open_run(
             text = _HISTORY_ANEW.format(step=config.start_step, run_dir=run_dir)
             reporter.note_once("history_anew", text)
     return reporter
+
+
+def give_up_run(reporter: Reporter, error: BaseException) -> None:
+    """End what `open_run` began: there will be no guard to do so."""
+    reason = f"sdcwatch.init ended with {type(error).__name__}"
+    code = exit_code_of(error)
+    step, now = reporter.step, time.time()
+    reporter.emit(
+        RunFinished(step=step, time=now, state=GuardState.FAILED, reason=reason, exit_code=code)
+    )
+    reporter.close()
 
 
 def _start_record(

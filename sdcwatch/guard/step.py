@@ -187,6 +187,7 @@ class StepController:
             self.abandon()
         if self._window is None:
             self.step += 1
+            self.error = None  # the loop goes on: whoever caught it has lived with it
             self._reporter.step = self.step
             planned = audited_micro_batch(self._config.seed, self.step, self._last_count)
             self._window = StepWindow(self.step, planned)
@@ -201,7 +202,7 @@ class StepController:
             self._backward_begins()
         else:
             # Before this backward adds to gradients: afterwards those of the last step seem left.
-            self.skips.backward_begins()
+            self._end_skips()
             internals.at_end_of_backward(self._accumulated)
 
     def bucket_arrived(self) -> None:
@@ -209,6 +210,14 @@ class StepController:
         if not self._queued and internals.current_graph_task() >= 0:
             self._open()
             self._backward_begins()
+
+    def _end_skips(self) -> None:
+        """The last step ends here, if nothing has ended it: perhaps one skip too many."""
+        try:
+            self.skips.backward_begins()
+        except BaseException as error:
+            self.error = error
+            raise
 
     def _accumulated(self) -> None:
         """A backward under ``no_sync`` has ended: nothing is decided."""
@@ -225,7 +234,7 @@ class StepController:
             return
         self._queued = True
         self._enter_danger(self.step)
-        self.skips.backward_begins()
+        self._end_skips()
         skips = self._config.mode != "observe"
         self._nonfinite_check.probes.begin(gradient_homes(self._guarded), keep=skips)
         internals.at_end_of_backward(self._backward_ended)

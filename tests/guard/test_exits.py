@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.core.records import CheckpointEvent, RunFinished
-from sdcwatch.errors import RankGone, SdcwatchError
-from sdcwatch.guard.api import exit_code_of
+from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
+from sdcwatch.guard.exits import exit_code_of
 from sdcwatch.guard.sigterm import Terminated, TerminationHandler
 from sdcwatch.guard.waits import unfinished
 from sdcwatch.sinks.jsonl import read_records
@@ -117,6 +117,71 @@ def test_an_error_that_the_program_makes_of_a_broken_connection_stays_its_own(
         raise ValueError("this step failed") from broken
     assert asked.explained == ["this step failed", "gloo: connection closed"]
     assert run.ended == ("failed", 1, "the run ended with ValueError")
+
+
+def test_a_finding_that_the_loop_has_lived_with_does_not_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, on_failure="stop")
+    run.step()
+    with pytest.raises(CorruptionDetected):
+        run.model(torch.full((3, 4), torch.nan)).sum().backward()
+    run.step()
+    run.guard.close()
+    assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_a_skip_too_many_is_remembered_where_the_next_backward_begins(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_consecutive_skips=1)
+
+    def loop_that_gives_such_steps_up() -> None:
+        for _ in range(4):
+            run.optimizer.zero_grad()
+            run.model(torch.full((3, 4), torch.nan)).sum().backward()
+
+    with pytest.raises(CorruptionDetected):
+        loop_that_gives_such_steps_up()
+    run.guard.close()
+    assert run.ended[:2] == ("failed", 80)
+    assert "CorruptionDetected" in run.ended[2]
+
+
+def test_an_end_that_was_interrupted_before_it_began_is_made_up_for(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step()
+    run.guard._claim.acquire()  # and Ctrl-C, before anything else was done
+    run.guard.close()
+    assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_a_second_interrupt_while_sinks_close_leaves_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, done = Run(tmp_path), []
+    run.step()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.guard._reporter, "close", interrupted)
+        patched.setattr(run.guard, "_leave_in_order", lambda: done.append("left"))
+        with pytest.raises(KeyboardInterrupt):
+            run.guard.close()
+    assert done == ["left"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_an_init_that_fails_late_ends_the_run_that_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("sdcwatch.guard.build.StepController", fails)
+    with pytest.raises(MemoryError):
+        Run(tmp_path)
+    (finished,) = [r for r in read_records(tmp_path) if isinstance(r, RunFinished)]
+    assert (finished.state.value, finished.exit_code) == ("failed", 1)
+    assert finished.reason == "sdcwatch.init ended with MemoryError"
 
 
 def test_the_end_of_the_data_is_no_failure(tmp_path: Path) -> None:
