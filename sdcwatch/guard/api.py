@@ -154,6 +154,7 @@ class Guard(JoinableGuard):
         if self._watchdog is not None:
             self._watchdog.end = self._end_hang
         atexit.register(self._at_exit)
+        self._exits.call_in_child(self.close)
         try:
             self._replicas.check(self._steps.step)
             register_hook(made.guarded, made.probes)

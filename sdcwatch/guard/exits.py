@@ -8,14 +8,19 @@ goes on.
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import NoReturn
 
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration, GeneratorExit)
 """How iterators say that they are at their end, which is no failure."""
+
+FIRST = 100
+"""Before multiprocessing ends queues and pools."""
 
 
 class Exits:
@@ -32,6 +37,12 @@ class Exits:
         self._asked: tuple[BaseException, object] | None = None
         self._exit = sys.exit
         sys.exit = self._leave  # as W&B does
+        self._finalizer: Finalize | None = None
+
+    def call_in_child(self, close: Callable[[], None]) -> None:
+        """Have a guard closed also where multiprocessing leaves without atexit handlers."""
+        if multiprocessing.parent_process() is not None:
+            self._finalizer = Finalize(None, close, exitpriority=FIRST)
 
     def remember(self, error: BaseException) -> None:
         """The main thread ends with that, unless somebody catches it and the loop goes on."""
@@ -64,6 +75,8 @@ class Exits:
         """Give `sys.exit` back, unless somebody else has taken it meanwhile."""
         if sys.exit == self._leave:
             sys.exit = self._exit
+        if self._finalizer is not None:
+            self._finalizer.cancel()
         self._asked, self._place = None, object
 
     def remembered(self) -> BaseException | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.util import _run_finalizers
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sdcwatch
 from sdcwatch.core.records import CheckpointEvent, RunFinished
 from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
-from sdcwatch.guard.exits import exit_code_of
+from sdcwatch.guard.exits import FIRST, exit_code_of
 from sdcwatch.guard.sigterm import Terminated, TerminationHandler
 from sdcwatch.guard.waits import unfinished
 from sdcwatch.sinks.jsonl import read_records
@@ -310,6 +312,26 @@ def test_the_recorded_code_is_what_the_parent_of_the_process_sees(
     error: BaseException, code: int
 ) -> None:
     assert exit_code_of(error) == code
+
+
+def leave_as_a_child() -> None:
+    """As multiprocessing.process.BaseProcess does."""
+    try:
+        sys.exit(3)
+    finally:
+        _run_finalizers(FIRST)
+
+
+def test_a_child_of_multiprocessing_that_leaves_without_atexit_has_its_last_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", multiprocessing.current_process)
+    run = Run(tmp_path)
+    run.step()
+    with pytest.raises(SystemExit):
+        leave_as_a_child()
+    assert run.ended[:2] == ("failed", 3)
+    run.guard.close()
 
 
 def test_sys_exit_is_given_back(tmp_path: Path) -> None:
