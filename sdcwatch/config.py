@@ -24,7 +24,7 @@ from typing import (
     get_type_hints,
 )
 
-from sdcwatch.errors import ConfigurationError, expect, nearest
+from sdcwatch.errors import ConfigurationError, expect, nearest, slip_of
 
 if TYPE_CHECKING:
     from sdcwatch.sinks.base import Sink
@@ -498,6 +498,16 @@ def relevant_variables() -> dict[str, str]:
 
 def unknown_options(names: Iterable[str]) -> dict[str, str]:
     """The ``SDCWATCH_*`` among `names` that set no option, each with what to do about it."""
-    known = [f"{_PREFIX}{f.name.upper()}" for f in fields(GuardConfig)]
+    known = _variables()
     unknown = [n for n in names if n.startswith(_PREFIX) and n not in known]
     return {name: nearest(name, known) for name in unknown}
+
+
+def misspelt_variables() -> dict[str, str]:
+    """Variables of this process that set no option, each with the one that it is a slip of."""
+    unknown = unknown_options(os.environ)
+    return {name: slip for name in unknown if (slip := slip_of(name, _variables()))}
+
+
+def _variables() -> list[str]:
+    return [f"{_PREFIX}{f.name.upper()}" for f in fields(GuardConfig)]

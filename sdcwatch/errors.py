@@ -170,11 +170,16 @@ def expect(condition: bool, expected: str, got: object, do: str) -> None:
         raise ConfigurationError(msg)
 
 
+def slip_of(name: str, known: Iterable[str]) -> str:
+    """The name that an unknown one is a slip of, or ""."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.9)), "")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """What to do about an unknown name: the one it is a slip of, the nearest, or the first few."""
     names = list(known)
-    slip = difflib.get_close_matches(name, names, n=1, cutoff=0.9)
-    close = slip or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    slip = slip_of(name, names)
+    close = [slip] if slip else difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return f"Did you mean {' or '.join(map(repr, close))}?"
     return f"Use one of {names[:8]!r}{' and others' if len(names) > 8 else ''}."

@@ -33,7 +33,7 @@ from sdcwatch.errors import (
     SdcwatchError,
 )
 from sdcwatch.guard.build import register_hook
-from sdcwatch.guard.checkpoint import require_place
+from sdcwatch.guard.checkpoint import require_savable
 from sdcwatch.guard.exchange import Operation, agree
 from sdcwatch.guard.exits import Exits, exit_code_of
 from sdcwatch.guard.join import JoinableGuard
@@ -83,6 +83,12 @@ def init(
             "out and keep the training loop as it is: the calls of the model are audited, not a "
             "loss function. CHANGELOG.md says how to move."
         )
+        if moved and not callable(moved[0]):
+            msg = (
+                "Expected sdcwatch.init(model, optimizer, option=...), but got "
+                f"{moved[0]!r:.80} as a third argument. Name the option, as "
+                "audit_every=100; pass several optimizers as a list."
+            )
         raise ConfigurationError(msg)
     return Guard(model, optimizer, **options)
 
@@ -212,7 +218,7 @@ class Guard(JoinableGuard):
             CorruptionDetected: The replicas differ.
             BaseException: What `save` raised, on its rank; `SdcwatchError` on the others.
         """
-        require_place(on)
+        require_savable(save, on)
         self._require_open()
         step, decision = self._gate_decision()
         return self._gate.carry_out(step, decision, save, on=on, path=os.fspath(path))

@@ -148,12 +148,18 @@ class CheckpointGate:
         )
 
 
-def require_place(on: str) -> None:
-    """Check where a checkpoint is to be saved.
+def require_savable(save: object, on: str) -> None:
+    """Check how and where a checkpoint is to be saved.
 
     Raises:
-        ConfigurationError: Neither "rank0" nor "all".
+        ConfigurationError: `save` cannot be called, or `on` is neither "rank0" nor "all".
     """
+    if not callable(save):
+        msg = (
+            f"Expected `save` to be a function that writes the checkpoint, but got {save!r:.80}. "
+            "Pass one, as lambda: torch.save(model.state_dict(), path)."
+        )
+        raise ConfigurationError(msg)
     if on not in ("rank0", "all"):
         msg = f'Expected `on` to be "rank0" or "all", but got {on!r}. Pass one of them.'
         raise ConfigurationError(msg)

@@ -14,7 +14,7 @@ from sdcwatch.core.fingerprint import split_local
 from sdcwatch.core.introduction import Schema
 from sdcwatch.core.text import count, list_names
 from sdcwatch.errors import ConfigurationError
-from sdcwatch.guard.hook import released_probes
+from sdcwatch.guard.hook import GradientProbes, released_probes
 from sdcwatch.guard.loss_scale import LossScale
 from sdcwatch.guard.optimizer import Steppers, held_by, steppers
 
@@ -274,7 +274,8 @@ def _require_ddp(
     if ddp is None and config.audit_every is not None:
         msg = (
             "Expected `model` to be a DistributedDataParallel model, because audits are on, but "
-            f"got {type(model).__name__}. Wrap it in DDP, or pass audit_every=None."
+            f"got {type(model).__name__}. Call init after DistributedDataParallel(model), with "
+            "what that returns; a run on one rank has nothing to audit: audit_every=None."
         )
         raise ConfigurationError(msg)
     if ddp is not None and getattr(ddp, "mixed_precision", None) is not None:
@@ -282,6 +283,12 @@ def _require_ddp(
             "Expected a DDP model that computes with the parameters that the optimizer updates, "
             "but got one with mixed_precision, whose own communication hook cannot be composed "
             "with another. Leave it out and call the model under torch.autocast."
+        )
+        raise ConfigurationError(msg)
+    if ddp is not None and has_guard(ddp):
+        msg = (
+            "Expected a DDP model without a guard, but got one whose guard is open. Keep that one, "
+            "or close() it before you call sdcwatch.init() again."
         )
         raise ConfigurationError(msg)
     if ddp is not None and has_comm_hook(ddp):
@@ -343,6 +350,12 @@ def _refuse_sharding(model: torch.nn.Module, optimizers: Sequence[torch.optim.Op
             "model.parameters(): one rank's update would reach the others without a comparison."
         )
         raise ConfigurationError(msg)
+
+
+def has_guard(ddp: DistributedDataParallel) -> bool:
+    """Whether an open guard has its hook there."""
+    hooks = getattr(ddp, "_comm_hooks", ())
+    return any(isinstance(state, GradientProbes) and not state.released for _, state in hooks)
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:

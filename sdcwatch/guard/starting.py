@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sdcwatch import __version__
 from sdcwatch.checks.determinism import environment_facts
-from sdcwatch.config import GuardConfig, launcher_environment
+from sdcwatch.config import GuardConfig, launcher_environment, misspelt_variables
 from sdcwatch.core.records import GuardState, RunFinished, RunStarted
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.exits import exit_code_of
@@ -61,6 +61,8 @@ def open_run(
     if leader:
         for text in (*lines, *meeting.notes):
             LOG.info(text)
+        for name, slip in misspelt_variables().items():
+            LOG.warning("the variable %s sets no option: did you mean %s?", name, slip)
         if (config.start_step or environment.restart_count) and dispatcher.summary.segments == 1:
             text = _HISTORY_ANEW.format(step=config.start_step, run_dir=run_dir)
             reporter.note_once("history_anew", text)

@@ -103,7 +103,33 @@ def test_a_model_that_is_not_ddp_while_audits_are_on(bench: Bench) -> None:
     bench.model = bench.net
     message = bench.refused()
     assert "because audits are on, but got Linear" in message
-    assert "or pass audit_every=None" in message
+    assert "Call init after DistributedDataParallel(model)" in message
+
+
+def test_a_second_guard_on_a_model_whose_guard_is_open(bench: Bench) -> None:
+    with sdcwatch.init(bench.model, bench.optimizer, **bench.options):
+        with pytest.raises(ConfigurationError) as caught:
+            sdcwatch.init(bench.model, bench.optimizer, **bench.options)
+        message = expected_got_do(caught.value)
+    assert "whose guard is open" in message
+    assert "close() it before" in message
+
+
+def test_an_option_without_its_name(bench: Bench) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        sdcwatch.init(bench.model, bench.optimizer, 50, **bench.options)
+    assert "got 50 as a third argument" in expected_got_do(caught.value)
+
+
+def test_a_variable_that_sets_no_option_is_said(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SDCWATCH_AUDIT_EVRY", "20")
+    with sdcwatch.init(bench.model, bench.optimizer, **bench.options):
+        pass
+    (said,) = [r.getMessage() for r in caplog.records if "EVRY" in r.getMessage()]
+    assert "sets no option" in said
+    assert "SDCWATCH_AUDIT_EVERY" in said
 
 
 def test_a_model_that_is_no_module(bench: Bench) -> None:
@@ -384,6 +410,12 @@ def test_a_place_for_a_checkpoint_that_does_not_exist(guard: sdcwatch.Guard) -> 
         guard.save_checkpoint(lambda: saved.append(1), on="rank1")  # type: ignore[arg-type]
     expected_got_do(caught.value)
     assert saved == []
+
+
+def test_a_path_in_the_place_of_a_function_that_saves(guard: sdcwatch.Guard) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        guard.save_checkpoint("a.pt")  # type: ignore[arg-type]
+    assert "got 'a.pt'. Pass one, as lambda: torch.save(" in expected_got_do(caught.value)
 
 
 def test_a_closed_guard_says_so_and_closing_it_again_does_nothing(
