@@ -406,7 +406,7 @@ class Guard(JoinableGuard):
             error = raised
             raise
         finally:
-            self._closed = True
+            self._closed = self._steps.over = True
             self._steps.abandon()
             self._adoption.remove()
             for hooks in self._hooks:

@@ -242,9 +242,13 @@ def _listen_no_more(writer: int) -> None:
 
 
 def _nobody_handles(current: object) -> bool:
-    """Whether the program leaves the signal to itself, or to a guard that has failed."""
-    ours = getattr(current, "__func__", None) is TerminationHandler._after_failure
-    return ours or current is signal.SIG_DFL
+    """Whether the program leaves the signal to itself, or to a guard that has ended.
+
+    One that failed stays there, and so does one that another thread has closed.
+    """
+    owner = getattr(current, "__self__", None)
+    ended = isinstance(owner, TerminationHandler) and not owner._installed
+    return ended or current is signal.SIG_DFL
 
 
 def _forget_in_children(handler: TerminationHandler) -> None:

@@ -86,6 +86,7 @@ class StepController:
         error: What the guard raised in a backward or an update, for the last record.
         recorded_loss: What `Guard.record_loss` was given, until it is read.
         thread: Which one calls the module.
+        over: The run is being ended, perhaps by another thread than the one that trains.
         recover: Puts back what an optimizer step that ended in an exception left.
     """
 
@@ -133,7 +134,7 @@ class StepController:
         )
         self.error: BaseException | None = None
         self._synchronises = True
-        self.thread = threading.get_ident()
+        self.thread, self.over = threading.get_ident(), False
         self.recorded_loss: torch.Tensor | None = None
         self.recover: Callable[[], None] = lambda: None
         self.audits.begin()
@@ -330,6 +331,8 @@ class StepController:
         return replace(self._say(verdict), skip=True)
 
     def _say(self, verdict: Verdict) -> Decision:
+        if self.over:  # hooks are gone: what this thread saw of its step is not all of it
+            return Decision()
         self.last_verdict = verdict
         self._reporter.emit(verdict)
         self.audits.named(verdict)

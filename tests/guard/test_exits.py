@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.util import _run_finalizers
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sdcwatch
 from sdcwatch.core.records import CheckpointEvent, RunFinished
 from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
+from sdcwatch.guard import step as step_module
 from sdcwatch.guard.exits import FIRST, exit_code_of
 from sdcwatch.guard.sigterm import Terminated, TerminationHandler
 from sdcwatch.guard.waits import unfinished
@@ -154,6 +156,42 @@ def test_an_end_that_was_interrupted_before_it_began_is_made_up_for(tmp_path: Pa
     assert run.ended == ("finished", 0, "the run ended")
 
 
+def test_a_guard_that_another_thread_has_closed_leaves_the_signal_to_the_next(
+    tmp_path: Path,
+) -> None:
+    thread = threading.Thread(target=Run(tmp_path / "one").guard.close)
+    thread.start()
+    thread.join()
+    run = Run(tmp_path / "two")
+
+    def is_told_to_end() -> None:
+        with run.guard:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(20)
+
+    with pytest.raises(Terminated):
+        is_told_to_end()
+    assert run.ended[:2] == ("failed", 143)
+
+
+def test_what_a_thread_still_sees_of_its_step_when_another_ends_the_run_is_not_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, look = Run(tmp_path), step_module.look
+    run.step()
+
+    def look_while_it_ends(*arguments: Any) -> Any:
+        thread = threading.Thread(target=run.guard.close)
+        thread.start()
+        thread.join()
+        return look(*arguments)
+
+    monkeypatch.setattr(step_module, "look", look_while_it_ends)
+    run.model(torch.ones(3, 4)).square().mean().backward()
+    assert run.ended[0] == "finished"
+    assert run.guard.last_verdict is None
+
+
 def test_a_second_interrupt_while_sinks_close_leaves_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +263,7 @@ def test_a_loop_in_a_generator_that_is_closed_early_has_ended_well(tmp_path: Pat
 
 def test_a_task_that_an_event_loop_cancels_for_ctrl_c_was_interrupted(tmp_path: Path) -> None:
     run = Run(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
 
     async def main() -> None:
         with run.guard:
@@ -232,8 +271,11 @@ def test_a_task_that_an_event_loop_cancels_for_ctrl_c_was_interrupted(tmp_path: 
             signal.raise_signal(signal.SIGINT)
             await asyncio.sleep(20)
 
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert run.ended[:2] == ("failed", 130)
 
 
