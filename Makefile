@@ -29,10 +29,9 @@ demo: $(VENV)/.demo
 	$(BIN)/sdcwatch demo $(ARGS)
 
 # Two at a time, because many tests wait for a server; the demo alone, because it fills the machine.
-ALONE := tests/e2e/test_demo.py tests/e2e/test_telemetry_e2e.py
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --durations 15 --numprocesses 2 --no-loadscope-reorder $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --durations 15 $(ALONE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --durations 15 --numprocesses 2 --no-loadscope-reorder --ignore tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --durations 15 tests/e2e $(PYTEST_ARGS)
 
 # By hand, when what sdcwatch relies on in torch changes.
 test-oldest: $(OLDEST_VENV)/.dev
