@@ -172,7 +172,9 @@ class TerminationHandler:
             one.received = True
 
     def _anyone_busy(self) -> bool:
-        return any(one._busy() for one in list(self._open))
+        # Without an open guard, but installed: the last one gives the signal back at this moment,
+        # and its run has ended with a code of its own.
+        return any(one._busy() for one in list(self._open)) if self._open else self._installed
 
     def _wake(self, number: int) -> None:
         if self._pipe is not None:
@@ -211,11 +213,13 @@ class TerminationHandler:
                 threading.Thread(target=self._exit, name="sdcwatch-end", daemon=True).start()
             if waited > LIMIT_SECONDS + LAST_SECONDS:
                 self._exit()
+                os._exit(EXIT_TERMINATED)
             time.sleep(0.05)
 
     def _exit(self) -> None:
         codes = [one._end() for one in list(self._open)]
-        os._exit(codes[0] if codes else EXIT_TERMINATED)
+        if codes:  # else all have ended meanwhile, and the process ends by itself
+            os._exit(codes[0])
 
     def _forget(self) -> None:
         """In a forked child, whose signals are none of the guard's business."""

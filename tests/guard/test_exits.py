@@ -174,6 +174,21 @@ def test_a_guard_that_another_thread_has_closed_leaves_the_signal_to_the_next(
     assert run.ended[:2] == ("failed", 143)
 
 
+def test_a_signal_while_the_last_guard_gives_it_back_takes_nothing_from_its_code(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    handler = run.guard._sigterm
+    assert handler is not None
+    handler._decided = True  # the signal came long ago, and the run has ended of something else
+    handler._open.remove(handler)
+    signal.raise_signal(signal.SIGTERM)  # raised Terminated here, after the last record
+    handler._open.append(handler)
+    handler.received = False
+    run.guard.close()
+    assert run.ended == ("finished", 0, "the run ended")
+
+
 def test_what_a_thread_still_sees_of_its_step_when_another_ends_the_run_is_not_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
