@@ -453,7 +453,7 @@ class Guard(JoinableGuard):
             self._leave_in_order()
             self._close_console()
             if self._sigterm is not None:
-                self._sigterm.close(failed=finished.exit_code != 0)
+                self._sigterm.close(failed=finished.exit_code != 0, code=finished.exit_code)
 
     def _leave_in_order(self) -> None:
         """After a failure of all ranks, those that report leave first.

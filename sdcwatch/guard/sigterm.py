@@ -69,7 +69,7 @@ class TerminationHandler:
     ) -> None:
         self._busy, self._end, self._remember, self._trains = busy, end, remember, trains
         self._pid = os.getpid()
-        self._failed_at = 0.0
+        self._failed_at, self._code = 0.0, EXIT_TERMINATED
         self.received = self._decided = self._raised = self._installed = False
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
@@ -103,13 +103,14 @@ class TerminationHandler:
             self._thread.start()
         _forget_in_children(self)
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool, code: int = EXIT_TERMINATED) -> None:
         """Give the signal back. One that came meanwhile takes effect now, unless the run failed.
 
         After a failure a launcher tells every process to end. This one does, and with its own code.
         """
         if os.getpid() != self._pid or self not in self._open:
             return
+        self._first._code = code  # that of the last record
         self._open.remove(self)
         if not self._open:
             self._first._give_back(failed=failed)
@@ -132,7 +133,8 @@ class TerminationHandler:
             signal.signal(signal.SIGTERM, self._after_failure)
             atexit.register(self._ignore)  # Python's handlers go before the interpreter does
             if self.received:
-                threading.Thread(target=_follow_main, name="sdcwatch-end", daemon=True).start()
+                follow = threading.Thread(target=_follow_main, args=(self._code,), daemon=True)
+                follow.start()
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.received and not self._raised:  # else the program has caught it, and goes on
@@ -152,7 +154,7 @@ class TerminationHandler:
             with contextlib.suppress(Exception):
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
-            os._exit(EXIT_TERMINATED)
+            os._exit(self._code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._receive()
@@ -230,12 +232,12 @@ class TerminationHandler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _follow_main() -> None:
+def _follow_main(code: int) -> None:
     """The main thread has ended as it was told to, but some other keeps the process from it."""
     end = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < end or threading.main_thread().is_alive():
         time.sleep(0.1)
-    os._exit(EXIT_TERMINATED)
+    os._exit(code)
 
 
 def _listen_no_more(writer: int) -> None:
