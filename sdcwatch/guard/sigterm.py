@@ -118,26 +118,27 @@ class TerminationHandler:
     def _give_back(self, *, failed: bool) -> None:
         if not self._installed:
             return
+        main = threading.current_thread() is threading.main_thread()
+        ours = main and signal.getsignal(signal.SIGTERM) == self._handle
+        if ours:  # first of all: the thread may be about to have the handler raise
+            self._failed_at = time.monotonic()
+            signal.signal(signal.SIGTERM, self._after_failure if failed else signal.SIG_DFL)
         self._installed = False
-        if threading.current_thread() is not threading.main_thread():
+        if not main:
             return
         if self._pipe is not None:
             _listen_no_more(self._pipe[1])
             self._wake(0)  # the thread ends, and closes both ends
         if self._thread is not None:
             self._thread.join(1.0)
-        if signal.getsignal(signal.SIGTERM) != self._handle:
+        if not ours:
             return
         if failed:
-            self._failed_at = time.monotonic()
-            signal.signal(signal.SIGTERM, self._after_failure)
             atexit.register(self._ignore)  # Python's handlers go before the interpreter does
             if self.received:
                 follow = threading.Thread(target=_follow_main, args=(self._code,), daemon=True)
                 follow.start()
-            return
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.received and not self._raised:  # else the program has caught it, and goes on
+        elif self.received and not self._raised:  # else the program has caught it, and goes on
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _after_failure(self, number: int, frame: FrameType | None) -> None:

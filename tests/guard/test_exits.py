@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sdcwatch
 from sdcwatch.core.records import CheckpointEvent, RunFinished
 from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
+from sdcwatch.guard import sigterm as sigterm_module
 from sdcwatch.guard import step as step_module
 from sdcwatch.guard.exits import FIRST, exit_code_of
 from sdcwatch.guard.sigterm import Terminated, TerminationHandler
@@ -187,6 +188,18 @@ def test_a_signal_while_the_last_guard_gives_it_back_takes_nothing_from_its_code
     handler.received = False
     run.guard.close()
     assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_a_signal_behind_the_last_record_leaves_the_exception_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    # Its grace is over while the guard waits for the thread that would have it raise.
+    monkeypatch.setattr(sigterm_module, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(run.guard, "_leave_in_order", lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(ValueError, match="a label"), run.guard:
+        raise ValueError("a label")
+    assert run.ended[:2] == ("failed", 1)
 
 
 def test_what_a_thread_still_sees_of_its_step_when_another_ends_the_run_is_not_said(
