@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sdcwatch.core.records import CheckpointEvent, CheckpointResult, GateReason
-from sdcwatch.core.text import count
+from sdcwatch.core.text import count, joined
 
 CHECKPOINTS_KEPT = 100
 """Of those that nobody vouches for, the newest are kept."""
@@ -97,8 +97,7 @@ def list_checkpoints(steps: Iterable[int]) -> str:
     if len(ordered) == 1:
         return f"the checkpoint of step {ordered[0]}"
     if len(ordered) <= _LISTED:
-        *first, last = map(str, ordered)
-        return f"the checkpoints of steps {', '.join(first)} and {last}"
+        return f"the checkpoints of steps {joined(list(map(str, ordered)))}"
     first_step, last_step = ordered[0], ordered[-1]
     return f"{count(len(ordered), 'checkpoint')} of steps {first_step} to {last_step}"
 

@@ -45,7 +45,8 @@ _SIMULATED = "cpu-sim-"
 _SHOWN = 8
 
 
-def _joined(words: Sequence[str]) -> str:
+def joined(words: Sequence[str]) -> str:
+    """One word or more: "a", "a and b", "a, b and c"."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
@@ -56,7 +57,7 @@ def list_ranks(ranks: Iterable[int]) -> str:
         return "no rank"
     if len(ordered) > _SHOWN:
         return f"ranks {', '.join(ordered[:_SHOWN])} and {len(ordered) - _SHOWN} more"
-    return ("rank " if len(ordered) == 1 else "ranks ") + _joined(ordered)
+    return ("rank " if len(ordered) == 1 else "ranks ") + joined(ordered)
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -64,7 +65,7 @@ def list_names(names: Sequence[str]) -> str:
     shown = 3
     if len(names) > shown:
         return f"{', '.join(names[:shown])} and {len(names) - shown} more"
-    return _joined(names)
+    return joined(names)
 
 
 def count(number: int, noun: str) -> str:

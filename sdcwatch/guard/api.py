@@ -77,18 +77,19 @@ def init(
     Example:
         >>> guard = sdcwatch.init(ddp_model, optimizer, audit_every=100)  # doctest: +SKIP
     """
+    if moved and not callable(moved[0]):
+        msg = (
+            f"Expected sdcwatch.init(model, optimizer, option=...), but got {moved[0]!r:.80} as a "
+            "third argument. Name the option, as audit_every=100; pass several optimizers as a "
+            "list."
+        )
+        raise ConfigurationError(msg)
     if moved or "loss_fn" in options:
         msg = (
             "Expected sdcwatch.init(model, optimizer, ...), but got a loss_fn as well. Leave it "
             "out and keep the training loop as it is: the calls of the model are audited, not a "
             "loss function. CHANGELOG.md says how to move."
         )
-        if moved and not callable(moved[0]):
-            msg = (
-                "Expected sdcwatch.init(model, optimizer, option=...), but got "
-                f"{moved[0]!r:.80} as a third argument. Name the option, as "
-                "audit_every=100; pass several optimizers as a list."
-            )
         raise ConfigurationError(msg)
     return Guard(model, optimizer, **options)
 
@@ -276,8 +277,7 @@ class Guard(JoinableGuard):
         Every rank calls it; it makes no collective. May be called again. In a `finally` or an
         `except` the run has ended with the exception that is being handled there.
         """
-        asked = self._exits.error() or self._exits.remembered()
-        self._end_with(asked or self._steps.error)
+        self._end_with(self._exits.error() or self._steps.error)
 
     def __enter__(self) -> Guard:
         self._require_open()

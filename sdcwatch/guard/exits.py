@@ -49,19 +49,23 @@ class Exits:
         self._asked = error, self._place()
 
     def error(self) -> BaseException | None:
-        """What is being handled where this is called; after the main thread has ended, `last`."""
+        """What is being handled where this is called, else what is remembered.
+
+        After the main thread has ended, `last`.
+        """
         if not threading.main_thread().is_alive():  # atexit handlers run
             return self.last()
         error = sys.exc_info()[1]
-        known = error is None or id(error) in self._earlier
-        return None if known or isinstance(error, _ENDS_A_LOOP) else self.behind(error)
+        if error is None or id(error) in self._earlier or isinstance(error, _ENDS_A_LOOP):
+            return self._remembered()
+        return self.behind(error)
 
     def behind(self, error: BaseException | None) -> BaseException | None:
         """What ends the program, where `error` is only how a generator or a task learns of it."""
         if isinstance(error, GeneratorExit):
-            return self.remembered()
+            return self._remembered()
         if type(error).__name__ == "CancelledError":  # as asyncio ends tasks in a signal
-            return self.remembered() or _interrupt() or error
+            return self._remembered() or _interrupt() or error
         return error
 
     def last(self) -> BaseException | None:
@@ -69,7 +73,7 @@ class Exits:
         uncaught = _uncaught()
         if uncaught is not None and id(uncaught) not in self._earlier:
             return uncaught
-        return self.remembered()
+        return self._remembered()
 
     def close(self) -> None:
         """Give `sys.exit` back, unless somebody else has taken it meanwhile."""
@@ -79,7 +83,7 @@ class Exits:
             self._finalizer.cancel()
         self._asked, self._place = None, object
 
-    def remembered(self) -> BaseException | None:
+    def _remembered(self) -> BaseException | None:
         """What was remembered, while the loop is where it was then."""
         if self._asked is not None and self._asked[1] == self._place():
             return self._asked[0]

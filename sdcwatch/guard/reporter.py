@@ -157,17 +157,12 @@ class Reporter:
         self.last_clean_audit: tuple[int, float] = (0, 0.0)
         self.last_weight_check: tuple[int, float] = (0, 0.0)
         self.audited_ranks = 0
-        self._at_risk = 0
+        self.steps_at_risk = 0
 
-    @property
-    def steps_at_risk(self) -> int:
-        """Updates since the last clean audit; that of the audited step itself was audited."""
-        return self._at_risk
-
-    @steps_at_risk.setter
-    def steps_at_risk(self, updates: int) -> None:
-        of_the_audited_step = 0 < self.step == self.last_clean_audit[0]
-        self._at_risk = 0 if of_the_audited_step else updates
+    def updated(self) -> None:
+        """The step has updated the weights: at risk, unless it was audited and found clean."""
+        if self.step != self.last_clean_audit[0]:
+            self.steps_at_risk += 1
 
     @contextlib.contextmanager
     def timed(self, check: Check, phase: Phase) -> Iterator[None]:

@@ -8,6 +8,7 @@ on the optimizer until all of that has passed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -35,29 +36,27 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
     sinks: Sequence[Sink] = arguments.pop("sinks", ())
     config = GuardConfig.from_env(**arguments)
     guarded = what_is_guarded(model, optimizer, config)
-    close_console = open_console(console=config.console)
-    try:
+    with ExitStack() as undo:  # where it fails
+        close_console = undo.callback(open_console(console=config.console))
         exchange = GlooExchange(
             guarded.process_group,
             deadline_seconds=config.deadline_seconds,
             late_seconds=config.late_seconds,
             device=guarded.device,
         )
-        try:
-            meeting = meet(exchange, config, guarded)
-            reporter = open_run(config, guarded, exchange, meeting, sinks)
-            try:
-                return build(config, guarded, exchange, meeting, reporter, close_console)
-            except BaseException as error:
-                give_up_run(reporter, error)
-                raise
-        except BaseException as error:
-            exchange.leave(
-                f"sdcwatch.init ended with {type(error).__name__}",
-                followed=isinstance(error, RankGone),
-            )
-            exchange.close()
-            raise
-    except BaseException:
-        close_console()
-        raise
+        undo.push(lambda _, error, __: _leave(exchange, error))
+        meeting = meet(exchange, config, guarded)
+        reporter = open_run(config, guarded, exchange, meeting, sinks)
+        undo.push(lambda _, error, __: give_up_run(reporter, error, _reason(error)))
+        made = build(config, guarded, exchange, meeting, reporter, close_console)
+        undo.pop_all()
+        return made
+
+
+def _leave(exchange: GlooExchange, error: BaseException | None) -> None:
+    exchange.leave(_reason(error), followed=isinstance(error, RankGone))
+    exchange.close()
+
+
+def _reason(error: BaseException | None) -> str:
+    return f"sdcwatch.init ended with {type(error).__name__}"

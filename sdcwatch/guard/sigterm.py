@@ -111,9 +111,9 @@ class TerminationHandler:
         if os.getpid() != self._pid or self not in self._open:
             return
         self._first._code = code  # that of the last record
-        self._open.remove(self)
-        if not self._open:
+        if self._open == [self]:
             self._first._give_back(failed=failed)
+        self._open.remove(self)
 
     def _give_back(self, *, failed: bool) -> None:
         if not self._installed:
@@ -175,9 +175,7 @@ class TerminationHandler:
             one.received = True
 
     def _anyone_busy(self) -> bool:
-        # Without an open guard, but installed: the last one gives the signal back at this moment,
-        # and its run has ended with a code of its own.
-        return any(one._busy() for one in list(self._open)) if self._open else self._installed
+        return any(one._busy() for one in list(self._open))
 
     def _wake(self, number: int) -> None:
         if self._pipe is not None:

@@ -69,9 +69,8 @@ def open_run(
     return reporter
 
 
-def give_up_run(reporter: Reporter, error: BaseException) -> None:
+def give_up_run(reporter: Reporter, error: BaseException | None, reason: str) -> None:
     """End what `open_run` began: there will be no guard to do so."""
-    reason = f"sdcwatch.init ended with {type(error).__name__}"
     code = exit_code_of(error)
     step, now = reporter.step, time.time()
     reporter.emit(

@@ -431,7 +431,7 @@ class StepController:
                 )
                 return
             self.skips.updated()
-            self._reporter.steps_at_risk += 1
+            self._reporter.updated()
             self._replicas.after_update(window.step)
         except (CorruptionDetected, Desync, RankGone) as error:
             self.error = error

@@ -176,16 +176,20 @@ def test_a_guard_that_another_thread_has_closed_leaves_the_signal_to_the_next(
 
 
 def test_a_signal_while_the_last_guard_gives_it_back_takes_nothing_from_its_code(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path)
     handler = run.guard._sigterm
     assert handler is not None
-    handler._decided = True  # the signal came long ago, and the run has ended of something else
-    handler._open.remove(handler)
-    signal.raise_signal(signal.SIGTERM)  # raised Terminated here, after the last record
-    handler._open.append(handler)
-    handler.received = False
+    give_back = handler._give_back
+
+    def late(*, failed: bool) -> None:
+        handler._decided = True  # a first one came long ago, and the run has ended of other things
+        signal.raise_signal(signal.SIGTERM)  # raised Terminated here, after the last record
+        handler.received = False
+        give_back(failed=failed)
+
+    monkeypatch.setattr(handler, "_give_back", late)
     run.guard.close()
     assert run.ended == ("finished", 0, "the run ended")
 

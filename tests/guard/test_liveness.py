@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -225,27 +225,26 @@ def test_a_store_that_is_gone_or_does_not_answer_tells_nothing_of_anybody(answer
     assert "global rank 0 unless the launcher hosts it" in describe(found)
 
 
+def assert_waits_until(rank: LivenessCheck, reported: Callable[[], None]) -> None:
+    started = time.monotonic()
+    rank.await_exported(0.3)
+    assert time.monotonic() - started >= 0.3
+    reported()
+    rank.await_exported(60.0)
+    assert time.monotonic() - started < 30.0
+
+
 def test_whoever_reports_nothing_waits_for_all_that_do() -> None:
     first, second, other = liveness(3)
     first.exported(2)
-    started = time.monotonic()
-    other.await_exported(0.3)
-    assert time.monotonic() - started >= 0.3
-    second.exported(2)
-    other.await_exported(60.0)
-    assert time.monotonic() - started < 30.0
+    assert_waits_until(other, lambda: second.exported(2))
 
 
 def test_of_those_that_report_each_may_know_of_others() -> None:
     first, second, third, other = liveness(4)
     second.exported(3)
     first.exported(3, gone=[1])  # which had reported, before it left
-    started = time.monotonic()
-    other.await_exported(0.3)
-    assert time.monotonic() - started >= 0.3
-    third.exported(3)
-    other.await_exported(60.0)
-    assert time.monotonic() - started < 30.0
+    assert_waits_until(other, lambda: third.exported(3))
 
 
 def test_a_rank_that_waits_for_an_answer_to_read_answers_the_next_question_in_time() -> None:

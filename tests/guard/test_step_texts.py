@@ -66,7 +66,7 @@ def test_the_update_of_a_step_that_was_audited_clean_is_not_at_risk(tmp_path: Pa
         reporter.step = step
         if step == 2:
             reporter.last_clean_audit, reporter.steps_at_risk = (step, time.time()), 0
-        reporter.steps_at_risk += 1
+        reporter.updated()
         assert reporter.steps_at_risk == (1, 0, 1)[step - 1]
 
 
