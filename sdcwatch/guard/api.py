@@ -94,6 +94,8 @@ def init(
     return Guard(model, optimizer, **options)
 
 
+PROCESS_SECONDS = 5.0
+"""How long a thread that has ended the run may take to end the process."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -128,6 +130,7 @@ class Guard(JoinableGuard):
     ) -> None:
         self._closed = self._ending = self._explaining = False
         self._claim, self._ender, self._ended = threading.Lock(), 0, threading.Event()
+        self._ends_process = False
         self._pid, self._entered = os.getpid(), 0
         self._error: BaseException | None = None
         self._asked: tuple[int, GateDecision] | None = None
@@ -326,6 +329,7 @@ class Guard(JoinableGuard):
         """End the run from another thread, because the training thread does not come back."""
         if self._ending:
             return exit_code_of(self._error)
+        self._ends_process = True
         error = (self._watchdog.missing() if self._watchdog is not None else None) or Terminated()
         self._close(error)
         return exit_code_of(error)
@@ -392,10 +396,12 @@ class Guard(JoinableGuard):
         """Whether whoever began to end the run was interrupted before it could do so."""
         if self._ender == threading.get_ident():
             return False
-        # Another thread ends the run, and the process: not before somebody was told.
+        # Another thread ends the run: nobody goes on before somebody was told.
         while not self._ended.wait(1.0):
             if not self._ender:
                 return True
+        if self._ends_process:  # with the code of the last record, and not with this thread's
+            time.sleep(PROCESS_SECONDS)
         return False
 
     def _end_run(self, error: BaseException | None, exit_code: int | None) -> None:
@@ -432,6 +438,7 @@ class Guard(JoinableGuard):
     def _end_hang(self, gone: RankGone) -> None:
         """End the run from another thread, because the process is about to leave a hang."""
         if not self._ending:
+            self._ends_process = True
             self._close(gone, EXIT_HANG)
 
     def _say_once_more(self, error: BaseException | None) -> None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.core.records import CheckpointEvent, RunFinished
-from sdcwatch.errors import CorruptionDetected, RankGone, SdcwatchError
+from sdcwatch.errors import EXIT_HANG, CorruptionDetected, RankGone, SdcwatchError
 from sdcwatch.guard import sigterm as sigterm_module
 from sdcwatch.guard import step as step_module
 from sdcwatch.guard.exits import FIRST, exit_code_of
@@ -155,6 +155,28 @@ def test_an_end_that_was_interrupted_before_it_began_is_made_up_for(tmp_path: Pa
     run.guard._claim.acquire()  # and Ctrl-C, before anything else was done
     run.guard.close()
     assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_who_is_late_behind_a_thread_that_ends_the_process_leaves_the_code_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, order = Run(tmp_path), []
+    monkeypatch.setattr("sdcwatch.guard.api.PROCESS_SECONDS", 1.0)
+
+    def leave_a_hang() -> None:
+        run.guard._end_hang(RankGone((1,), "no sign of life", "the backward of step 3"))
+        order.append("the process has ended")
+
+    monkeypatch.setattr(run.guard, "_leave_in_order", lambda: time.sleep(0.2))
+    thread = threading.Thread(target=leave_a_hang)
+    thread.start()
+    while not run.guard._ending:
+        time.sleep(0.001)
+    run.guard.close()
+    order.append("the main thread goes on")
+    thread.join()
+    assert order == ["the process has ended", "the main thread goes on"]
+    assert run.ended[1] == EXIT_HANG
 
 
 def test_a_guard_that_another_thread_has_closed_leaves_the_signal_to_the_next(
