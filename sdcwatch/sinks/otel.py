@@ -33,7 +33,7 @@ from sdcwatch.core.catalog import CATALOG, Metric
 from sdcwatch.sinks.base import SCRAPE_SECONDS, SinkCounts, SummarySink
 from sdcwatch.sinks.endpoint import MetricsEndpoint
 from sdcwatch.sinks.metrics import Measurement, RecordMetrics
-from sdcwatch.sinks.otel_internals import breaks_every_scrape, observe
+from sdcwatch.sinks.otel_internals import between_collections, breaks_every_scrape, observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -122,10 +122,14 @@ class OtelSink(SummarySink):
     name = "otel"
 
     def __init__(
-        self, meter: Meter, identity: Identity, links: Mapping[str, str] | None = None
+        self,
+        provider: metrics.MeterProvider,
+        identity: Identity,
+        links: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self._identity = identity
+        self._provider, self._identity = provider, identity
+        meter = provider.get_meter("sdcwatch", identity.version, SCHEMA_URL)
         self._metrics = RecordMetrics(links)
         self._infos: Mapping[str, Sequence[Measurement]] = {}
         self._apply = {m.name: _instrument(meter, m) for m in CATALOG if not m.info}
@@ -144,7 +148,7 @@ class OtelSink(SummarySink):
         links: Mapping[str, str] | None = None,
     ) -> OtelSink:
         """A sink on the provider the application has set."""
-        sink = cls(_meter(provider, identity), identity, links)
+        sink = cls(provider, identity, links)
         sink.lines = (
             "Metrics go through the meter provider of the application; "
             "sdcwatch starts no endpoint of its own.",
@@ -174,7 +178,7 @@ class OtelSink(SummarySink):
             links: URLs for the info metric.
         """
         parts = _own_provider(identity, listen, file_sd_dir, otlp)
-        sink = cls(_meter(parts.provider, identity), identity, links)
+        sink = cls(parts.provider, identity, links)
         sink._parts = parts
         sink._linger_seconds = linger_seconds
         sink.lines = tuple(parts.lines)
@@ -193,10 +197,13 @@ class OtelSink(SummarySink):
         self._counts = counts
 
     def receive(self, record: Record, summary: RunSummary) -> None:
-        """Measure one record."""
-        for measurement in self._metrics.measure(record, summary):
-            self._record(measurement)
-        self._infos = self._metrics.infos(summary)
+        """Measure one record; no scrape sees half of it."""
+        measured = self._metrics.measure(record, summary)
+        infos = self._metrics.infos(summary)
+        with between_collections(self._provider):
+            self._infos = infos
+            for measurement in measured:
+                self._record(measurement)
         self._count_sinks()
 
     def close(self, timeout_seconds: float) -> None:
@@ -261,10 +268,6 @@ class OtelSink(SummarySink):
         self._told[key] = total
         if known is None or total > known:
             self._record(Measurement(metric, total - (known or 0), attributes))
-
-
-def _meter(provider: metrics.MeterProvider, identity: Identity) -> Meter:
-    return provider.get_meter("sdcwatch", identity.version, SCHEMA_URL)
 
 
 def _instrument(meter: Meter, metric: Metric) -> Callable[[float, dict[str, str]], None]:

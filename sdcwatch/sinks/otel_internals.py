@@ -7,7 +7,8 @@ API is private as a whole, which is why all of its names come from here.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +34,8 @@ from sdcwatch.core.catalog import Metric
 
 ApiLoggerProvider = _logs.LoggerProvider
 
+COLLECT_SECONDS = 2.0
+"""How long a collection is waited for: callbacks of an application's own may take any time."""
 _PROXIES = ("_ProxyMeterProvider", "ProxyLoggerProvider")
 Infos = Callable[[str], Iterable[Observation]]
 """The series of an info metric, by its name, as they are now."""
@@ -72,6 +75,22 @@ def breaks_every_scrape(provider: MeterProvider, histograms: Sequence[str]) -> b
     )
     readers = getattr(provider, "_metric_readers", ())
     return exponential and any(isinstance(r, PrometheusMetricReader) for r in readers)
+
+
+@contextmanager
+def between_collections(provider: MeterProvider) -> Iterator[None]:
+    """Let readers of a provider collect before or after what is recorded in here, not meanwhile.
+
+    Else one scrape has the new state of a run and not yet its reason, and an alert keeps the text
+    that it fired with. A collection takes a lock, and a measurement does not; it has no accessor.
+    """
+    lock: Any = getattr(getattr(provider, "_measurement_consumer", None), "_lock", None)
+    taken = lock is not None and lock.acquire(timeout=COLLECT_SECONDS)
+    try:
+        yield
+    finally:
+        if taken:
+            lock.release()
 
 
 class StaysDeadInChild(PeriodicExportingMetricReader):

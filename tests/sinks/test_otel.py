@@ -3,6 +3,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -15,7 +16,7 @@ from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from sdcwatch.core.catalog import BY_NAME, BY_PROMETHEUS, CATALOG, RESOURCE_LABELS
-from sdcwatch.core.records import Check, Note, Outcome, Verdict
+from sdcwatch.core.records import Check, GuardState, Note, Outcome, RunFinished, Verdict
 from sdcwatch.sinks import otel_internals
 from sdcwatch.sinks.otel import Identity, OtelSink
 
@@ -134,9 +135,37 @@ def test_case_1_counters_exist_as_zero_before_the_first_event(sinks, feed, scrap
     assert found[("sdcwatch_checkpoints_total", "reason=tainted", "result=withheld")] == 0
 
 
-def test_scrapes_return_while_the_training_thread_sleeps_in_a_hook(sinks, feed, scrape, faulty_run):
-    import threading
+def test_whatever_moment_a_scrape_comes_at_a_failed_run_has_its_reason(
+    sinks, feed, scrape, series, start, monkeypatch
+):
+    dispatcher, _ = sinks(start)
+    feed(dispatcher, [start])
+    record, scrapes = OtelSink._record, []
 
+    def record_and_be_scraped(sink, measurement):
+        record(sink, measurement)
+        if measurement.attributes.get("state") == "failed":
+            fetch = threading.Thread(
+                target=lambda: scrapes.append(scrape(dispatcher.links["metrics"]))
+            )
+            fetch.start()
+            fetch.join(0.3)
+            fetches.append(fetch)
+
+    fetches = []
+    monkeypatch.setattr(OtelSink, "_record", record_and_be_scraped)
+    reason = "the run ended with ValueError"
+    end = RunFinished(step=3, time=1.0, state=GuardState.FAILED, reason=reason, exit_code=1)
+    feed(dispatcher, [end])
+    for fetch in fetches:
+        fetch.join(10)
+
+    (found,) = map(series, scrapes)
+    assert found[("sdcwatch_guard_state", "state=failed")] == 1
+    assert found[("sdcwatch_end_info", f"how={reason}")] == 1
+
+
+def test_scrapes_return_while_the_training_thread_sleeps_in_a_hook(sinks, feed, scrape, faulty_run):
     dispatcher, _ = sinks(faulty_run[0])
     feed(dispatcher, faulty_run)
     wake = threading.Event()
@@ -154,8 +183,6 @@ def test_scrapes_return_while_the_training_thread_sleeps_in_a_hook(sinks, feed, 
 def test_the_end_of_the_run_stays_on_the_endpoint_for_a_last_scrape(
     sinks, feed, scrape, series, faulty_run
 ):
-    import threading
-
     dispatcher, _ = sinks(faulty_run[0], linger_seconds=30.0)
     feed(dispatcher, faulty_run)
     url = dispatcher.links["metrics"]
@@ -175,8 +202,6 @@ def test_the_end_of_the_run_stays_on_the_endpoint_for_a_last_scrape(
 def test_the_end_waits_for_one_more_scrape_where_there_was_one(
     sinks, feed, scrape, series, faulty_run
 ):
-    import threading
-
     dispatcher, _ = sinks(faulty_run[0])
     feed(dispatcher, faulty_run[:-1])
     url = dispatcher.links["metrics"]
@@ -369,8 +394,6 @@ def test_case_3_callbacks_record_nothing(sinks, feed, faulty_run):
 
 
 def test_case_3_a_collection_during_an_emit_returns(sinks, feed, scrape, faulty_run):
-    import threading
-
     dispatcher, _ = sinks(faulty_run[0])
     stop = threading.Event()
 

@@ -1,6 +1,7 @@
 """Each thing that sdcwatch relies on inside OpenTelemetry still is as it was found."""
 
 import inspect
+import threading
 
 import pytest
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -91,3 +92,42 @@ def test_a_second_guard_on_one_meter_is_observed_and_one_that_ended_stays_until_
     assert found(reader) == ["of the second"]
     observe("of the third, beside it")
     assert sorted(found(reader)) == ["of the second", "of the third, beside it"]
+
+
+def test_a_collection_waits_for_what_is_recorded_together():
+    reader, other = InMemoryMetricReader(), threading.Event()
+    provider = MeterProvider([reader], shutdown_on_exit=False)
+    gauge = provider.get_meter("x").create_gauge("g")
+    seen = []
+
+    def collect():
+        other.set()
+        data = reader.get_metrics_data()
+        points = data.resource_metrics[0].scope_metrics[0].metrics[0].data.data_points
+        seen.append(len(points))
+
+    with otel_internals.between_collections(provider):
+        gauge.set(1, {"part": "first"})
+        thread = threading.Thread(target=collect)
+        thread.start()
+        other.wait(10)
+        thread.join(0.1)
+        gauge.set(1, {"part": "second"})
+    thread.join(10)
+    assert seen == [2]
+
+
+def test_a_provider_of_another_making_is_recorded_to_all_the_same():
+    with otel_internals.between_collections(object()):
+        pass
+
+
+def test_a_collection_that_does_not_end_keeps_nobody_from_recording(monkeypatch):
+    monkeypatch.setattr(otel_internals, "COLLECT_SECONDS", 0.01)
+    provider, recorded = MeterProvider(shutdown_on_exit=False), []
+    with (
+        otel_internals.between_collections(provider),
+        otel_internals.between_collections(provider),
+    ):
+        recorded.append(True)
+    assert recorded
