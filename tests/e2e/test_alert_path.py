@@ -66,7 +66,7 @@ def watch_demo(tmp_path: Path) -> Iterator[Callable[[str], tuple[list[Any], Path
             (tmp_path / name).mkdir()
         port = servers.free_port()
         arguments = ["--nodes", "3", "--ranks-per-node", "1", "--steps", "40", "--wandb", "off"]
-        arguments += ["--metrics-port", str(port), "--linger", "8"]
+        arguments += ["--metrics-port", str(port), "--linger", "0"]
         arguments += ["--run-dir", str(tmp_path / RUN), "--faults", plan]
         with (
             servers.quick_alertmanager(inbox.url, tmp_path / "alertmanager") as alertmanager,

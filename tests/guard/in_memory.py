@@ -29,6 +29,7 @@ LIGHT: dict[str, Callable[..., object]] = {
     ),
     "frame_table": lambda table: table.view(torch.uint8).flatten(),
     "unframe_table": lambda data: data.view(torch.int64).reshape(-1, 2),
+    "result_table": lambda outputs, gradients: torch.cat([outputs, gradients]),
     "value_of": lambda table: str(table.tolist()),
 }
 """Functions of `sdcwatch.guard.replay` without frames and digests: the audits of a micro-batch that
