@@ -114,6 +114,24 @@ def condemnation(steps: Sequence[int]) -> str:
     )
 
 
+def resumed_from_condemned(step: int, condemned: Sequence[int], good: int | None) -> str:
+    """What to say of a run that goes on from `step`; "" unless its checkpoint was condemned.
+
+    Args:
+        step: The start step of the new segment.
+        condemned: Steps of the checkpoints that will never be confirmed.
+        good: Step of the last good one, if there is any.
+    """
+    if step not in condemned or step == good:  # saved there once more, by a later segment
+        return ""
+    instead = f"from that of step {good}, the last good one" if good else "from an older run"
+    return (
+        f"the run goes on from step {step}, whose checkpoint was never confirmed: an audit or a "
+        "comparison of weights after it was not clean, and what was found may be in these weights. "
+        f"Resume {instead}"
+    )
+
+
 def distrust(condemned: Sequence[int], provisional: Sequence[int]) -> list[str]:
     """Which checkpoints nobody vouches for, as clauses; empty where there are none.
 

@@ -11,6 +11,7 @@ from sdcwatch import __version__
 from sdcwatch.checks.determinism import environment_facts
 from sdcwatch.config import GuardConfig, launcher_environment, misspelt_variables
 from sdcwatch.core.records import GuardState, RunFinished, RunStarted
+from sdcwatch.core.saved import resumed_from_condemned
 from sdcwatch.guard.exchange import Exchange
 from sdcwatch.guard.exits import exit_code_of
 from sdcwatch.guard.files import answered, make_run_dir
@@ -63,9 +64,14 @@ def open_run(
             LOG.info(text)
         for name, slip in misspelt_variables().items():
             LOG.warning("the variable %s sets no option: did you mean %s?", name, slip)
-        if (config.start_step or environment.restart_count) and dispatcher.summary.segments == 1:
+        so_far = dispatcher.summary
+        if (config.start_step or environment.restart_count) and so_far.segments == 1:
             text = _HISTORY_ANEW.format(step=config.start_step, run_dir=run_dir)
             reporter.note_once("history_anew", text)
+        if text := resumed_from_condemned(
+            config.start_step, so_far.condemned_checkpoint_steps, so_far.last_good_checkpoint_step
+        ):
+            reporter.note_once("resumed_from_condemned", text)
     return reporter
 
 

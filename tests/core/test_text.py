@@ -2,7 +2,7 @@ from pathlib import Path
 
 from sdcwatch.core.advice import SECTIONS, what_to_do
 from sdcwatch.core.records import Check, RunWord, Suspect
-from sdcwatch.core.saved import condemnation, distrust
+from sdcwatch.core.saved import condemnation, distrust, resumed_from_condemned
 from sdcwatch.core.summary import RunSummary
 from sdcwatch.core.text import count, list_names, list_ranks, shortened
 
@@ -73,3 +73,13 @@ def test_the_sections_of_the_runbook_that_texts_name_exist():
     page = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text(encoding="utf-8")
     for section in SECTIONS.values():
         assert f"\n## {section}\n" in page
+
+
+def test_a_run_that_goes_on_from_a_condemned_checkpoint_is_told_which_is_good() -> None:
+    assert resumed_from_condemned(0, (), None) == ""
+    assert resumed_from_condemned(20, (40, 60), 20) == ""
+    assert resumed_from_condemned(40, (40, 60), 40) == "", "it was saved once more"
+    said = resumed_from_condemned(40, (40, 60), 20)
+    assert said.startswith("the run goes on from step 40, whose checkpoint was never confirmed")
+    assert "Resume from that of step 20, the last good one" in said
+    assert "Resume from an older run" in resumed_from_condemned(40, (40,), None)

@@ -19,7 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
 from sdcwatch.config import GuardConfig
-from sdcwatch.core.records import Note, RunStarted
+from sdcwatch.core.records import (
+    Check,
+    CheckpointEvent,
+    CheckpointResult,
+    GateReason,
+    Note,
+    Outcome,
+    RunStarted,
+    Verdict,
+)
 from sdcwatch.errors import ConfigurationError, SdcwatchError
 from sdcwatch.guard.files import run_dir_of
 from sdcwatch.guard.guarded import is_compiled, unguarded_parameters
@@ -490,6 +499,22 @@ def test_a_restart_that_finds_an_empty_run_directory_says_that_the_history_start
     assert "goes on from step 7" in note.message
     assert "pass the same run= or run_dir=" in note.message
     assert "on storage" in note.message
+
+
+def test_a_run_that_goes_on_from_a_condemned_checkpoint_says_so(bench: Bench) -> None:
+    guard = sdcwatch.init(bench.model, bench.optimizer, **bench.options)
+    saved, found = CheckpointResult.PROVISIONAL, Outcome.SUSPECT
+    for record in (
+        CheckpointEvent(step=7, time=1.0, result=saved, reason=GateReason.OK),
+        Verdict(step=9, time=2.0, check=Check.REPLAY, outcome=found, reason="a rank differs"),
+    ):
+        guard._reporter.emit(record)
+    guard.close()
+    for step in (5, 7):
+        sdcwatch.init(bench.model, bench.optimizer, start_step=step, **bench.options).close()
+    notes = [r for r in read_records(bench.options["run_dir"]) if isinstance(r, Note)]
+    (note,) = [n for n in notes if n.code == "resumed_from_condemned"]
+    assert "goes on from step 7" in note.message
 
 
 def test_a_run_directory_that_does_not_answer_is_refused_in_time(
