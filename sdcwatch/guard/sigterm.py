@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Callable
 from types import FrameType
 
+from sdcwatch.sinks.patience import in_background
+
 EXIT_TERMINATED = 128 + signal.SIGTERM
 GRACE_SECONDS = 1.0
 """How long the training thread has to find out by itself why it was told to end."""
@@ -137,7 +139,8 @@ class TerminationHandler:
             atexit.register(self._ignore)  # Python's handlers go before the interpreter does
             if self.received:
                 follow = threading.Thread(target=_follow_main, args=(self._code,), daemon=True)
-                follow.start()
+                with contextlib.suppress(RuntimeError):  # all others have ended before atexit
+                    follow.start()
         elif self.received and not self._raised:  # else the program has caught it, and goes on
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -211,7 +214,7 @@ class TerminationHandler:
             if not ending and (stuck or waited > LIMIT_SECONDS):
                 ending = True
                 # Apart: this end waits for a scrape too, and no longer than any other.
-                threading.Thread(target=self._exit, name="sdcwatch-end", daemon=True).start()
+                in_background(self._exit, "sdcwatch-end")
             if waited > LIMIT_SECONDS + LAST_SECONDS:
                 self._exit()
                 os._exit(EXIT_TERMINATED)

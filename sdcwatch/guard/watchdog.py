@@ -39,6 +39,7 @@ from sdcwatch.core.waiting import (
 )
 from sdcwatch.errors import EXIT_HANG, RankGone, SdcwatchError
 from sdcwatch.guard.bitmap import mark, marked
+from sdcwatch.sinks.patience import in_background
 
 WINDOW_SECONDS = 6.0
 """How long a rank has to answer before it counts as silent."""
@@ -79,9 +80,9 @@ def bounded(do: Callable[[], Any], seconds: float) -> tuple[Any, str]:
         except Exception as error:  # every store raises its own type
             problem.append(f"{type(error).__name__}: {error}".splitlines()[0])
 
-    thread = threading.Thread(target=run, name="sdcwatch-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    thread = in_background(run, "sdcwatch-store")
+    if thread is not None:
+        thread.join(seconds)
     if result:
         return result[0], ""
     return None, problem[0] if problem else "did not answer"

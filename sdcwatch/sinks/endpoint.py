@@ -38,6 +38,12 @@ class _Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # see `in_background`: the last scrape comes in an atexit handler
+            self.process_request_thread(request, client_address)
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Stay silent: a scraper that hangs up is no news for the console of a training run."""
 

@@ -12,6 +12,27 @@ READ_SECONDS = 60.0
 """How long a start waits for what it reads: the log of a run of months takes a while."""
 
 
+def in_background(do: Callable[[], None], name: str) -> threading.Thread | None:
+    """Call something on a thread of its own; here, where no thread can be started any more.
+
+    From Python 3.12 on none can in an atexit handler, where a run ends that nobody has closed.
+
+    Args:
+        do: Must not raise.
+        name: Of the thread.
+
+    Returns:
+        The thread; None where it has been called here.
+    """
+    thread = threading.Thread(target=do, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        do()
+        return None
+    return thread
+
+
 class Errand:
     """Runs one call at a time on a thread of its own, which is left behind while it takes long.
 
@@ -30,11 +51,8 @@ class Errand:
         """
         if self._thread is not None and self._thread.is_alive():
             return False
-        self._thread = threading.Thread(target=do, name="sdcwatch-file", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # no more threads, or the interpreter ends
-            do()
+        self._thread = in_background(do, "sdcwatch-file")
+        if self._thread is None:
             return True
         self._thread.join(seconds)
         return not self._thread.is_alive()

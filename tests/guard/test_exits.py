@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from multiprocessing.util import _run_finalizers
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sdcwatch
-from sdcwatch.core.records import CheckpointEvent, RunFinished
+from sdcwatch.config import TelemetryConfig
+from sdcwatch.core.records import CheckpointEvent, RunFinished, RunStarted
 from sdcwatch.errors import EXIT_HANG, CorruptionDetected, RankGone, SdcwatchError
 from sdcwatch.guard import sigterm as sigterm_module
 from sdcwatch.guard import step as step_module
@@ -44,9 +46,8 @@ class Run:
             self.optimizer,
             run_dir=run_dir,
             node="n",
-            telemetry="off",
             sinks=[self.memory],
-            **{"console": False, **options},
+            **{"telemetry": "off", "console": False, **options},
         )
 
     def step(self) -> None:
@@ -501,3 +502,21 @@ def test_a_run_stays_where_it_is_when_the_program_changes_its_directory(
     run.guard.close()
     assert list(elsewhere.iterdir()) == []
     assert any(isinstance(one, RunFinished) for one in read_records(tmp_path / "run"))
+
+
+def test_a_run_that_ends_where_no_thread_can_be_started_has_its_last_record_and_scrape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, telemetry=TelemetryConfig(prometheus_port=0))
+    run.step()
+    url = run.told(RunStarted)[0].links["metrics"]
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")  # Python 3.12
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        assert b"sdcwatch_" in answer.read()
+    run.guard.close()
+    assert run.ended == ("finished", 0, "the run ended")
+    assert run.guard._exchange.liveness._marked("left") == {0}
