@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ MOMENT_SECONDS = 0.5
 """What an operation may take to end once its last rank has come."""
 POLL_SECONDS = 5e-5
 """Between two looks whether the device is done."""
+_OF_THE_DEVICE = ("CUDA error", "HIP error")
+"""How torch begins to say that the device of this rank has failed, at the next look at it."""
 LOG = logging.getLogger("sdcwatch")
 OnAbsent = Callable[[Finding, str, float], None]
 """Told what a liveness check found, the operation, and the seconds waited."""
@@ -186,7 +189,7 @@ def issued(issue: Callable[[], Any]) -> Any:
     try:
         return issue()
     except RuntimeError as error:
-        let_through(error)
+        _is_of_a_peer(error)
         return Broken(error)
 
 
@@ -194,12 +197,24 @@ def unfinished(work: Any, seconds: float) -> str | None:
     """None once an operation has ended well; "" if it is under way, or what broke it."""
     started = time.monotonic()
     try:
-        work.wait(timeout=timedelta(seconds=seconds))
+        # Rounded up: gloo cuts off a part of a millisecond, and would be back too soon.
+        work.wait(timeout=timedelta(milliseconds=math.ceil(1000 * seconds)))
     except RuntimeError as error:
-        let_through(error)
+        _is_of_a_peer(error)
         under_way = time.monotonic() - started >= seconds
         return "" if under_way else str(error).splitlines()[0]
     return None
+
+
+def _is_of_a_peer(error: RuntimeError) -> None:
+    """Raise what a signal handler raised, or this rank's own device: no peer has to do with it.
+
+    An operation of the guard is often the first to look at a device on which a kernel of the
+    program's has failed.
+    """
+    let_through(error)
+    if str(error).startswith(_OF_THE_DEVICE):
+        raise error
 
 
 def keep_for_good(group: Any) -> None:

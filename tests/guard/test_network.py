@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +16,7 @@ from sdcwatch.core.waiting import Finding
 from sdcwatch.errors import RankGone
 from sdcwatch.guard.exchange import GlooExchange
 from sdcwatch.guard.group import lazy_group
-from sdcwatch.guard.waits import Waiting
+from sdcwatch.guard.waits import Waiting, unfinished
 from sdcwatch.guard.watchdog import LivenessCheck
 
 
@@ -58,3 +61,37 @@ def test_a_store_that_never_answers_ends_the_question_who_has_joined_by_the_dead
         exchange.anyone_joined()
     never.set()
     assert [finding.store_error for finding in told] == ["did not answer"]
+
+
+def in_wait(error: RuntimeError) -> Any:
+    class Work:
+        def wait(self, timeout: timedelta) -> None:
+            raise error
+
+    return Work()
+
+
+def at_issue(error: RuntimeError) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize("fails", [in_wait, at_issue])
+def test_a_device_that_has_failed_is_nobody_elses_fault(
+    fails: Callable[[RuntimeError], Any],
+) -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors")
+    liveness = LivenessCheck(None, 0, 2)
+    waiting = Waiting(liveness, object(), deadline_seconds=1.0, late_seconds=1.0)
+    with pytest.raises(RuntimeError) as raised:
+        waiting.wait(lambda: fails(error), "the end of the backward of step 4")
+    assert raised.value is error  # and no question was put to the others
+
+
+def test_a_deadline_with_a_part_of_a_millisecond_breaks_no_connection() -> None:
+    class LikeGloo:
+        def wait(self, timeout: timedelta) -> None:
+            time.sleep(timeout // timedelta(milliseconds=1) / 1000)  # whole ones only
+            msg = "Operation timed out!"
+            raise RuntimeError(msg)
+
+    assert {unfinished(LikeGloo(), 0.001999) for _ in range(20)} == {""}
