@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -41,6 +42,7 @@ from sdcwatch.guard.optimizer import Adoption, OptimizerHooks, WrapperHooks
 from sdcwatch.guard.reporter import LOG
 from sdcwatch.guard.setup import assemble
 from sdcwatch.guard.sigterm import Terminated, TerminationHandler
+from sdcwatch.guard.watchdog import END_SECONDS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -437,9 +439,12 @@ class Guard(JoinableGuard):
 
     def _end_hang(self, gone: RankGone) -> None:
         """End the run from another thread, because the process is about to leave a hang."""
-        if not self._ending:
-            self._ends_process = True
-            self._close(gone, EXIT_HANG)
+        if (
+            self._ending
+        ):  # the training thread came out of it, and ends the process with its own code
+            time.sleep(END_SECONDS)
+        self._ends_process = True
+        self._close(gone, EXIT_HANG)
 
     def _say_once_more(self, error: BaseException | None) -> None:
         """A finding ends the process without a traceback: the leader says it, whatever happens."""
@@ -449,18 +454,20 @@ class Guard(JoinableGuard):
     def _leave(self, finished: RunFinished) -> None:
         ended, *_ = finished.reason.split(": ", 1)  # a note that quoted notes would grow and grow
         followed = isinstance(self._error, Desync | RankGone)
-        self._exchange.leave(f"{ended} after step {finished.step}", followed=followed)
-        if self._watchdog is not None:
-            self._watchdog.close()
-        self._exchange.close()
-        try:
-            self._reporter.emit(finished)
-            self._reporter.close()
-        finally:  # a second Ctrl-C: others wait, and the signal is to be given back
-            self._leave_in_order()
-            self._close_console()
+        with (
+            ExitStack() as then
+        ):  # from its end to its beginning, whatever a second Ctrl-C cuts short
             if self._sigterm is not None:
-                self._sigterm.close(failed=finished.exit_code != 0, code=finished.exit_code)
+                code = finished.exit_code
+                then.callback(self._sigterm.close, failed=code != 0, code=code)
+            then.callback(self._close_console)
+            then.callback(self._leave_in_order)
+            then.callback(self._reporter.close)
+            then.callback(self._reporter.emit, finished)
+            then.callback(self._exchange.close)
+            if self._watchdog is not None:
+                then.callback(self._watchdog.close)
+            self._exchange.leave(f"{ended} after step {finished.step}", followed=followed)
 
     def _leave_in_order(self) -> None:
         """After a failure of all ranks, those that report leave first.
