@@ -16,8 +16,13 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import NoReturn
 
+from sdcwatch.errors import SdcwatchError
+
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration, GeneratorExit)
 """How iterators say that they are at their end, which is no failure."""
+
+_EARLIER = "_sdcwatch_earlier"
+"""Attribute of exceptions that were there before a run began, with a mark for each such run."""
 
 FIRST = 100
 """Before multiprocessing ends queues and pools."""
@@ -32,8 +37,11 @@ class Exits:
 
     def __init__(self, place: Callable[[], object]) -> None:
         self._place = place
-        # Only their ids: an exception holds every tensor of the frames that it left.
-        self._earlier = {id(sys.exc_info()[1]), id(_uncaught())} - {id(None)}
+        # A mark on them: kept here they would keep every tensor of the frames that they left, and
+        # what is raised later may have their id.
+        self._mark = object()
+        for earlier in filter(None, (sys.exc_info()[1], _uncaught())):
+            earlier.__dict__.setdefault(_EARLIER, []).append(self._mark)
         self._asked: tuple[BaseException, object] | None = None
         self._exit = sys.exit
         sys.exit = self._leave  # as W&B does
@@ -56,7 +64,7 @@ class Exits:
         if not threading.main_thread().is_alive():  # atexit handlers run
             return self.last()
         error = sys.exc_info()[1]
-        if error is None or id(error) in self._earlier or isinstance(error, _ENDS_A_LOOP):
+        if error is None or self._is_earlier(error) or isinstance(error, _ENDS_A_LOOP):
             return self._remembered()
         return self.behind(error)
 
@@ -71,7 +79,7 @@ class Exits:
     def last(self) -> BaseException | None:
         """What the interpreter ends with."""
         uncaught = _uncaught()
-        if uncaught is not None and id(uncaught) not in self._earlier:
+        if uncaught is not None and not self._is_earlier(uncaught):
             return uncaught
         return self._remembered()
 
@@ -82,6 +90,10 @@ class Exits:
         if self._finalizer is not None:
             self._finalizer.cancel()
         self._asked, self._place = None, object
+
+    def _is_earlier(self, error: BaseException) -> bool:
+        """Whether it was there before the run began."""
+        return self._mark in getattr(error, _EARLIER, ())
 
     def _remembered(self) -> BaseException | None:
         """What was remembered, while the loop is where it was then."""
@@ -116,5 +128,7 @@ def exit_code_of(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         # As the parent sees it: eight bits.
         return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
-    code = getattr(error, "exit_code", 1)  # of click, too
+    # An attribute of that name means nothing to the interpreter; click ends the program with it.
+    of_click = any(kind.__module__.partition(".")[0] == "click" for kind in type(error).__mro__)
+    code = getattr(error, "exit_code", 1) if of_click or isinstance(error, SdcwatchError) else 1
     return code & 0xFF if isinstance(code, int) else 1

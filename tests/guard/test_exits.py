@@ -14,6 +14,7 @@ from multiprocessing.util import _run_finalizers
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from torch import nn
@@ -180,6 +181,31 @@ def test_who_is_late_behind_a_thread_that_ends_the_process_leaves_the_code_to_it
     assert run.ended[1] == EXIT_HANG
 
 
+def test_a_hang_that_the_training_thread_came_out_of_leaves_the_process_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, order = Run(tmp_path), []
+    monkeypatch.setattr("sdcwatch.guard.api.END_SECONDS", 0.2)
+    monkeypatch.setattr("sdcwatch.guard.api.PROCESS_SECONDS", 0.0)
+
+    def leave_a_hang() -> None:
+        run.guard._end_hang(RankGone((1,), "no sign of life", "the backward of step 3"))
+        order.append("the watchdog ends the process")
+
+    thread = threading.Thread(target=leave_a_hang)
+
+    def scraped() -> None:
+        thread.start()
+        time.sleep(0.1)
+        order.append("the run has ended")
+
+    monkeypatch.setattr(run.guard, "_leave_in_order", scraped)
+    run.guard.close()
+    thread.join()
+    assert order == ["the run has ended", "the watchdog ends the process"]
+    assert run.ended == ("finished", 0, "the run ended")
+
+
 def test_a_guard_that_another_thread_has_closed_leaves_the_signal_to_the_next(
     tmp_path: Path,
 ) -> None:
@@ -247,20 +273,23 @@ def test_what_a_thread_still_sees_of_its_step_when_another_ends_the_run_is_not_s
     assert run.guard.last_verdict is None
 
 
-def test_a_second_interrupt_while_sinks_close_leaves_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("interrupted", ["_exchange.leave", "_exchange.close", "_reporter.close"])
+def test_a_second_interrupt_while_a_run_ends_takes_no_record_and_leaves_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
 ) -> None:
     run, done = Run(tmp_path), []
     run.step()
 
-    def interrupted() -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    part, method = interrupted.split(".")
     with monkeypatch.context() as patched:
-        patched.setattr(run.guard._reporter, "close", interrupted)
+        patched.setattr(getattr(run.guard, part), method, interrupt)
         patched.setattr(run.guard, "_leave_in_order", lambda: done.append("left"))
         with pytest.raises(KeyboardInterrupt):
             run.guard.close()
+    assert run.ended == ("finished", 0, "the run ended")
     assert done == ["left"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -299,6 +328,22 @@ def test_what_was_handled_before_the_run_began_does_not_end_it(tmp_path: Path) -
         run.step()
         run.guard.close()
     assert run.ended == ("finished", 0, "the run ended")
+
+
+def test_a_failure_with_the_id_of_one_that_was_handled_before_the_run_ends_it(
+    tmp_path: Path,
+) -> None:
+    try:
+        raise MemoryError
+    except MemoryError as error:
+        run, number = Run(tmp_path), id(error)
+    kept: list[BaseException] = []
+    while not kept or (id(kept[-1]) != number and len(kept) < 100_000):
+        kept.append(MemoryError())
+    assert id(kept[-1]) == number
+    with pytest.raises(MemoryError):
+        close_in_finally(run, kept[-1])
+    assert run.ended[:2] == ("failed", 1)
 
 
 def test_a_loop_in_a_generator_that_is_closed_early_has_ended_well(tmp_path: Path) -> None:
@@ -383,14 +428,10 @@ def test_a_stderr_that_takes_nothing_ends_no_training(
     assert (tmp_path / "summary.json").is_file()
 
 
-class OfClick(Exception):
-    """As click's and typer's Exit."""
-
-    exit_code = 3
-
-
 class OfSomebody(Exception):
-    exit_code = None
+    """As of a command that was called: not what this process ends with."""
+
+    exit_code = 7
 
 
 @pytest.mark.parametrize(
@@ -401,8 +442,10 @@ class OfSomebody(Exception):
         (SystemExit("no data"), 1),
         (SystemExit(None), 0),
         (KeyboardInterrupt(), 130),
-        (OfClick(), 3),
+        (click.exceptions.Exit(3), 3),
+        (click.UsageError("no such option"), 2),
         (OfSomebody(), 1),
+        (SdcwatchError(), 1),
     ],
 )
 def test_the_recorded_code_is_what_the_parent_of_the_process_sees(
