@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -56,8 +57,10 @@ def own_group(parent: Any, *, deadline_seconds: float, hard_seconds: float) -> O
         hard_seconds: After that long an operation would destroy the group.
 
     Raises:
+        ConfigurationError: This rank has no network interface for gloo.
         RankGone: A rank did not come within the deadline.
     """
+    devices = gloo_devices()  # before the others hear of this rank
     ranks = dist.get_process_group_ranks(parent)
     rank, world_size, started = dist.get_rank(parent), len(ranks), time.monotonic()
     # A store on a host that was cut off never answers.
@@ -73,9 +76,11 @@ def own_group(parent: Any, *, deadline_seconds: float, hard_seconds: float) -> O
     # Made directly rather than by new_group, which every rank of the job would have to call, and
     # whose counters must agree on all of them.
     try:
-        gloo, problem = bounded(lambda: lazy_group(store, rank, world_size, hard), deadline_seconds)
-        if problem:
-            _raise(Finding(store_error="" if gloo is None else problem), started, problem)
+        gloo, problem = bounded(
+            lambda: lazy_group(store, rank, world_size, hard, devices), deadline_seconds
+        )
+        if problem:  # it has talked to nobody but the store
+            _raise(Finding(store_error=problem), started, "")
     except BaseException:
         answering.close()
         raise
@@ -118,18 +123,38 @@ def _own_store(ranks: list[int]) -> tuple[Any, Any]:
     return own, own.clone()
 
 
-def lazy_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+def gloo_devices() -> list[Any]:
+    """What gloo talks over: the interfaces of GLOO_SOCKET_IFNAME, as in a group that torch makes.
+
+    Raises:
+        ConfigurationError: There is no such interface.
+    """
+    gloo, names = dist.ProcessGroupGloo, gloo_interfaces()
+    try:
+        return [gloo.create_device(interface=name, lazy_init=True) for name in names] or [
+            gloo.create_default_device(lazy_init=True)
+        ]
+    except RuntimeError as error:
+        got = f"GLOO_SOCKET_IFNAME={','.join(names)}" if names else "no GLOO_SOCKET_IFNAME"
+        msg = (
+            f"Expected gloo, over which the guard talks, to find a network interface, but got "
+            f"{got} and {str(error).splitlines()[0]}. Set GLOO_SOCKET_IFNAME to one that the other "
+            "ranks reach; `sdcwatch doctor` tells what this host has."
+        )
+        raise ConfigurationError(msg) from None
+
+
+def lazy_group(
+    store: Any, rank: int, world_size: int, timeout: timedelta, devices: Sequence[Any] = ()
+) -> Any:
     """A gloo group that connects two ranks when they first talk, and not everybody with everybody.
 
-    A full mesh is W - 1 sockets on every rank, and 8 W² bytes in the store. It talks over the
-    interfaces of GLOO_SOCKET_IFNAME, as a group that torch makes does.
+    A full mesh is W - 1 sockets on every rank, and 8 W² bytes in the store.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = [
-        gloo.create_device(interface=name, lazy_init=True) for name in gloo_interfaces()
-    ] or [gloo.create_default_device(lazy_init=True)]
+    options._devices = list(devices) or gloo_devices()
     return gloo(store, rank, world_size, options)
 
 

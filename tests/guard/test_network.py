@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sdcwatch.config import gloo_interfaces
 from sdcwatch.core.waiting import Finding
-from sdcwatch.errors import RankGone
+from sdcwatch.errors import ConfigurationError, RankGone
 from sdcwatch.guard.exchange import GlooExchange
 from sdcwatch.guard.group import lazy_group
 from sdcwatch.guard.waits import Waiting, unfinished
@@ -33,14 +33,18 @@ def test_the_interfaces_of_the_environment_are_taken_as_torch_takes_them(
 def test_the_group_is_made_on_the_interface_that_gloo_is_told_to_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def make() -> None:
-        lazy_group(dist.HashStore(), 0, 1, timedelta(seconds=5))
-
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    make()
+    lazy_group(dist.HashStore(), 0, 1, timedelta(seconds=5))
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_interface_that_does_not_exist_is_told_before_the_others_hear_of_this_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent7")
-    with pytest.raises(RuntimeError, match="absent7"):
-        make()
+    monkeypatch.setattr("sdcwatch.guard.group.meet_in_store", pytest.fail)
+    with pytest.raises(ConfigurationError, match=r"IFNAME=absent7.*Set GLOO_SOCKET_IF"):
+        GlooExchange()
 
 
 def test_a_store_that_never_answers_ends_the_question_who_has_joined_by_the_deadline() -> None:
