@@ -13,7 +13,7 @@ from sdcwatch.guard.bitmap import mark, marked
 from sdcwatch.guard.watchdog import STORE_SECONDS, bounded
 
 ARRIVED = "arrived"
-_NOT_HERE = "has not called sdcwatch.init, which every rank must call at the same point"
+_NOT_HERE = "has not come to sdcwatch.init, which every rank must call, or was refused there"
 
 
 class Arrivals:

@@ -134,7 +134,7 @@ class LivenessCheck:
 
     def end(self, operation: str) -> None:
         """The operation is over."""
-        self.where = replace(self.where, doing=f"after {operation}", operation=False)
+        self.where = replace(self.where, doing=f"after its part in {operation}", operation=False)
 
     def leave(self, note: str, *, followed: bool = False) -> None:
         """Leave a note under this rank's name; a lost store is no error, the rank is leaving.

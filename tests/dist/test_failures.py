@@ -132,7 +132,7 @@ def test_a_rank_that_stalls_is_named_and_the_run_goes_on_when_it_does(tmp_path: 
     assert ended.codes == [0, 0, 0]
     assert hangs(ended)
     assert {absent for _, absent in hangs(ended)} == {(VICTIM,)}
-    assert "is alive, after the" in ended.of(Hang)[0].left[str(VICTIM)]
+    assert "is alive, after its part in the" in ended.of(Hang)[0].left[str(VICTIM)]
     assert ended.of(Verdict) == []
     assert [f.step for f in ended.of(RunFinished)] == [5]
 
@@ -161,7 +161,7 @@ def test_a_rank_that_never_calls_init_is_named(tmp_path: Path) -> None:
     assert ended.codes == [EXIT_RANK_GONE, None, EXIT_RANK_GONE]
     for rank in OTHERS:
         assert (
-            "rank at sdcwatch.init, but rank 1 did not answer: rank 1 has not called sdcwatch.init"
+            "rank at sdcwatch.init, but rank 1 did not answer: rank 1 has not come to sdcwatch.init"
             in (ended.stderr[rank])
         )
     assert ended.seconds < 5 * BUDGET_SECONDS
