@@ -104,9 +104,10 @@ class Desync(SdcwatchError, SystemExit):
         if past:
             super().__init__(
                 f"Expected every rank at {past}, but {_named(ranks)} went past it ({places}). Was "
-                "it called under `if rank == 0`, or had some ranks fewer batches? Call it on every "
-                "rank, after the same number of steps (for uneven inputs there is Join): the guard "
-                "decides together, and save_checkpoint saves on rank 0 by itself."
+                "it, or may_save, called on some ranks only, as under `if rank == 0`, or had some "
+                "ranks fewer batches? Call it on every rank, after the same number of steps (for "
+                "uneven inputs there is Join): the guard decides together, and save_checkpoint "
+                "saves on rank 0 by itself."
             )
         else:
             super().__init__(

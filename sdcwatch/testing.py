@@ -151,7 +151,7 @@ class ThreadExchange:
     def move(self, step: int, stage: Stage, doing: str) -> None:
         """Nothing asks for it."""
 
-    def leave(self, note: str, *, followed: bool = False) -> None:
+    def leave(self, note: str, *, followed: bool = False, unmet: Sequence[int] = ()) -> None:
         """Leave a note on the hub."""
         self._hub.notes[self.rank] = note
 

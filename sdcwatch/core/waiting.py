@@ -95,6 +95,7 @@ class Finding:
         left: Ranks that left a note.
         silent: Ranks that gave no sign of life.
         followed: Those of `left` that left because of others.
+        unmet: Whom the first of those missed; it may be the rank that asks, where it came too late.
         notes: For up to eight of them, what it is doing, or the note it left.
         steps_behind: How many steps the last of those behind lags.
         operation: Where the rank waits that asked.
@@ -107,6 +108,7 @@ class Finding:
     left: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
     followed: tuple[int, ...] = ()
+    unmet: tuple[int, ...] = ()
     notes: Mapping[int, str] = field(default_factory=dict)
     steps_behind: int = 0
     operation: str = ""
@@ -127,10 +129,11 @@ class Finding:
     def named(self) -> tuple[int, ...]:
         """Whom to look at first: nobody is called absent who is late, or left, because of another.
 
-        Ranks that gave no sign of life; else those that left of their own accord; else all.
+        Ranks that gave no sign of life; else those that left of their own accord; else those whom
+        the ones that left had missed; else all.
         """
         first = tuple(r for r in self.left if r not in self.followed)
-        return self.silent or first or self.absent
+        return self.silent or first or self.unmet or self.absent
 
     def is_told_by(self, rank: int) -> bool:
         """Whether this rank reports it. Without the store nobody can be elected: each does."""

@@ -454,6 +454,10 @@ class Guard(JoinableGuard):
     def _leave(self, finished: RunFinished) -> None:
         ended, *_ = finished.reason.split(": ", 1)  # a note that quoted notes would grow and grow
         followed = isinstance(self._error, Desync | RankGone)
+        unmet = self._error.ranks if isinstance(self._error, RankGone) else ()
+        if unmet and finished.exit_code:
+            ended += f" ({list_ranks(unmet)} absent)"
+        note = f"{ended} after step {finished.step}"
         with (
             ExitStack() as then
         ):  # from its end to its beginning, whatever a second Ctrl-C cuts short
@@ -467,7 +471,7 @@ class Guard(JoinableGuard):
             then.callback(self._exchange.close)
             if self._watchdog is not None:
                 then.callback(self._watchdog.close)
-            self._exchange.leave(f"{ended} after step {finished.step}", followed=followed)
+            self._exchange.leave(note, followed=followed, unmet=unmet)
 
     def _leave_in_order(self) -> None:
         """After a failure of all ranks, those that report leave first.

@@ -116,12 +116,13 @@ class Exchange(Protocol):
         """This rank goes on in the loop: remembered for a liveness check of another rank."""
         ...
 
-    def leave(self, note: str, *, followed: bool = False) -> None:
+    def leave(self, note: str, *, followed: bool = False, unmet: Sequence[int] = ()) -> None:
         """Leave a note that a later liveness check finds. No collective.
 
         Args:
             note: Why this rank leaves.
             followed: It leaves because of other ranks.
+            unmet: Those that it missed.
         """
         ...
 
@@ -296,9 +297,9 @@ class GlooExchange:
         """See `Exchange.move`."""
         self.liveness.move(step, stage, doing)
 
-    def leave(self, note: str, *, followed: bool = False) -> None:
+    def leave(self, note: str, *, followed: bool = False, unmet: Sequence[int] = ()) -> None:
         """See `Exchange.leave`."""
-        self.liveness.leave(note, followed=followed)
+        self.liveness.leave(note, followed=followed, unmet=unmet)
 
     def close(self) -> None:
         """Answer other ranks no more; the group lives as long as the process."""

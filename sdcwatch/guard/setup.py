@@ -54,7 +54,8 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
 
 
 def _leave(exchange: GlooExchange, error: BaseException | None) -> None:
-    exchange.leave(_reason(error), followed=isinstance(error, RankGone))
+    unmet = error.ranks if isinstance(error, RankGone) else ()
+    exchange.leave(_reason(error), followed=isinstance(error, RankGone), unmet=unmet)
     exchange.close()
 
 

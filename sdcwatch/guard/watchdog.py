@@ -14,11 +14,12 @@ breaks, it can say who has gone.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
@@ -136,19 +137,22 @@ class LivenessCheck:
         """The operation is over."""
         self.where = replace(self.where, doing=f"after its part in {operation}", operation=False)
 
-    def leave(self, note: str, *, followed: bool = False) -> None:
+    def leave(self, note: str, *, followed: bool = False, unmet: Sequence[int] = ()) -> None:
         """Leave a note under this rank's name; a lost store is no error, the rank is leaving.
 
         Args:
             note: Why it leaves.
             followed: It leaves because of other ranks.
+            unmet: Those that it missed.
         """
         if not self._has_left:
             self._has_left = True
-            bounded(lambda: self._leave(note or "left", followed=followed), STORE_SECONDS)
+            bounded(lambda: self._leave(note or "left", followed, unmet), STORE_SECONDS)
 
-    def _leave(self, note: str, *, followed: bool) -> None:
+    def _leave(self, note: str, followed: bool, unmet: Sequence[int]) -> None:
         self._store.set(f"note/{self.rank}", note)
+        if unmet:  # the first to leave knows best: later ones may have missed those that left
+            self._store.compare_set("unmet", "", json.dumps(list(unmet[:SHOWN_NOTES])))
         if followed:
             mark(self._store, "followed", self.rank)
         mark(self._store, "left", self.rank)
@@ -336,6 +340,8 @@ class LivenessCheck:
         here, behind, past = (self._marked(f"{key}/{state}") - left for state in _STATES)
         silent = set(range(self.world_size)) - here - behind - past - left - {self.rank}
         followed = self._marked("followed") & left if left else set()
+        told = followed and self._store.check(["unmet"])
+        unmet = set(json.loads(self._store.get("unmet")) if told else ())
         notes, lag = {}, 0
         for rank in sorted(past | behind - {self.rank})[:SHOWN_NOTES]:
             step, _, notes[rank] = self._store.get(f"{key}/at/{rank}").decode().partition(" ")
@@ -348,6 +354,7 @@ class LivenessCheck:
             left=_ranks(left),
             silent=_ranks(silent),
             followed=_ranks(followed),
+            unmet=_ranks(unmet),
             notes=notes,
             steps_behind=lag,
             operation=asked.doing.removeprefix("at "),

@@ -198,6 +198,15 @@ def test_whoever_left_because_of_another_is_not_the_one_that_is_named() -> None:
     assert Finding.decode(found.encode(), rank=0).named == (1,)
 
 
+def test_a_rank_that_comes_after_the_others_have_given_it_up_names_none_of_them() -> None:
+    late, first, next_one = liveness(3, window_seconds=20.0)
+    first.leave("the run ended with RankGone", followed=True, unmet=(0,))
+    next_one.leave("the run ended with RankGone", followed=True, unmet=(0, 1))
+    with answering(late):
+        (found,) = together(late)
+    assert (found.left, found.followed, found.named) == ((1, 2), (1, 2), (0,))
+
+
 def test_ranks_beyond_one_word_of_a_bitmap_are_told_apart() -> None:
     ranks = liveness(130)
     quiet = {61, 62, 63, 124, 129}
