@@ -24,7 +24,7 @@ from sdcwatch.core.records import (
     Verdict,
 )
 from sdcwatch.core.text import list_ranks
-from sdcwatch.core.waiting import SHOWN_NOTES
+from sdcwatch.core.waiting import ENDED, SHOWN_NOTES
 from sdcwatch.errors import (
     EXIT_HANG,
     ConfigurationError,
@@ -38,6 +38,7 @@ from sdcwatch.guard.checkpoint import require_savable
 from sdcwatch.guard.exchange import Operation, agree
 from sdcwatch.guard.exits import Exits, exit_code_of
 from sdcwatch.guard.join import JoinableGuard
+from sdcwatch.guard.leaving import report_later
 from sdcwatch.guard.optimizer import Adoption, OptimizerHooks, WrapperHooks
 from sdcwatch.guard.reporter import LOG
 from sdcwatch.guard.setup import assemble
@@ -480,8 +481,7 @@ class Guard(JoinableGuard):
         those it finds alive before the last state was fetched.
         """
         liveness, error = self._exchange.liveness, self._error
-        absent = error.ranks if isinstance(error, RankGone) else ()
-        gone = [rank for rank in self._exporters if rank in absent]
+        gone = report_later(self._exporters, error)
         if self._exchange.rank in self._exporters:
             liveness.exported(len(self._exporters), gone)
         elif len(gone) < len(self._exporters) and isinstance(
@@ -490,7 +490,7 @@ class Guard(JoinableGuard):
             liveness.await_exported(self._export_seconds)
 
     def _finished(self, error: BaseException | None, code: int) -> RunFinished:
-        state, reason = GuardState.FINISHED, "the run ended"
+        state, reason = GuardState.FINISHED, ENDED
         if error is not None and code != 0:
             state, reason = GuardState.FAILED, told_of(error)
         if self._replicas.tainted is not None:
