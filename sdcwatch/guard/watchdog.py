@@ -58,6 +58,8 @@ LONG = timedelta(days=20)
 _STATES = ("here", "behind", "past")
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 """What backends say when a collective ends because its peer has."""
+_TIMED_OUT = ("Timed out waiting", "collective operation timeout")
+"""What they say when the timeout of the program's own group has passed: its peer is late."""
 _BROADCAST = "_sync_buffers"
 """Of DistributedDataParallel, in its forward."""
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
@@ -501,12 +503,18 @@ class Watchdog:
         told = self._liveness.found
         if told is not None and told.past:
             return ran_apart(told)
-        gone = self.missing(since, step, broken=True)
+        late = any(words in str(error) for words in _TIMED_OUT)
+        gone = self.missing(since, step, broken=True, late=late)
         told = self._liveness.found
         return ran_apart(told) if told is not None and told.past else gone
 
     def missing(
-        self, since: float | None = None, step: int | None = None, *, broken: bool = False
+        self,
+        since: float | None = None,
+        step: int | None = None,
+        *,
+        broken: bool = False,
+        late: bool = False,
     ) -> RankGone | None:
         """Ask who is absent where the training thread is; reports it. None if everybody is there.
 
@@ -514,12 +522,13 @@ class Watchdog:
             since: When it went there; by default as `enter` was told.
             step: The same for the step.
             broken: A connection has ended there.
+            late: It did because the program's own timeout has passed.
         """
         since = since or self._since or time.monotonic()
         liveness = self._liveness
         finding = (liveness.call_of_broken if broken else liveness.call)(self._place)
         absent = finding.absent
-        if broken and not (finding.past or finding.gone):
+        if broken and not (late or finding.past or finding.gone):
             absent = ()  # who is alive and behind has broken nothing
         if not absent and not finding.store_error:
             return None

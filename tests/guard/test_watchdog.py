@@ -184,6 +184,16 @@ def test_a_local_error_is_not_blamed_on_a_rank_that_is_alive_and_behind(bench: B
     assert bench.hangs == []
 
 
+def test_where_the_timeout_of_the_program_has_passed_who_is_behind_is_why(bench: Bench) -> None:
+    dog = bench.start(hang_seconds=60.0)
+    dog.enter(7)
+    bench.liveness.finding = Finding(behind=(1,), notes={1: "is alive, after step 6"})
+    gone = dog.explain(RuntimeError("[gloo/…] Timed out waiting 3000ms for recv operation"))
+    assert gone is not None
+    assert gone.ranks == (1,)
+    assert [hang.absent for hang in bench.hangs] == [(1,)]
+
+
 def test_a_report_that_fails_keeps_nobody_from_leaving(bench: Bench) -> None:
     def full_disk(hang: Hang) -> None:
         raise OSError(28, "No space left on device")
