@@ -50,6 +50,20 @@ def joined(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
+def counted_in_group(job_ranks: Sequence[int]) -> str:
+    """What a person has to know of the ranks that the guard names, or "".
+
+    Args:
+        job_ranks: Of each rank of the group, in order, its rank in the job.
+    """
+    if all(rank == job for rank, job in enumerate(job_ranks)):
+        return ""
+    said = [f"rank {rank} is rank {job} of the job" for rank, job in enumerate(job_ranks[:_SHOWN])]
+    if len(job_ranks) > _SHOWN:
+        said.append(f"{len(job_ranks) - _SHOWN} more")
+    return f"ranks are counted within the group of the DDP model: {', '.join(said)}"
+
+
 def list_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words: "rank 3", "ranks 1 and 2", the first eight and how many more."""
     ordered = [str(rank) for rank in sorted(set(ranks))]

@@ -17,6 +17,8 @@ from sdcwatch.errors import Desync, RankGone
 
 SHOWN_NOTES = 8
 LEFT = "left: "
+ENDED = "the run ended"
+"""The reason of a run that came to its end; behind anything else there is more."""
 
 
 class Stage(IntEnum):
@@ -186,6 +188,11 @@ def describe(finding: Finding) -> str:
     said = [f"rank {rank} {text}" for rank, text in sorted(finding.notes.items())]
     unknown = [r for r in finding.silent if r not in finding.notes]
     said += [f"rank {r} gave no sign of life" for r in unknown[:SHOWN_NOTES]]
+    if early := ended_early(finding):
+        said.append(
+            f"the loop of {list_ranks(early)} ended before the others': make as many steps, "
+            "and the same calls of the guard, on every rank, or train under Join([model, guard])"
+        )
     hidden = len(finding.absent) - len(finding.notes) - len(unknown[:SHOWN_NOTES])
     if hidden > 0:
         said.append(f"{hidden} more")
@@ -202,6 +209,16 @@ def describe(finding: Finding) -> str:
     elif not finding.absent:
         said.append("every rank answered the liveness check; one of them was slow")
     return "; ".join(said)
+
+
+def ended_early(finding: Finding) -> list[int]:
+    """Ranks that came to the end of their loop while others still train; pure."""
+    beginning = f"{LEFT}{ENDED} after "
+    return [
+        r
+        for r in finding.left
+        if r not in finding.followed and finding.notes.get(r, "").startswith(beginning)
+    ]
 
 
 def ran_apart(finding: Finding) -> Desync:

@@ -144,7 +144,7 @@ class GlooExchange:
         device: Where the two-word all-reduce of a step runs; CUDA means DDP's own group.
 
     Attributes:
-        first_rank: The first global rank of the group.
+        job_ranks: What the ranks of the group are called in the job, in order.
         liveness: The liveness check.
 
     Raises:
@@ -169,7 +169,7 @@ class GlooExchange:
         # Far above the soft deadline: it would destroy the group.
         hard_seconds = max(HARD_SECONDS, 2 * late_seconds, 20 * deadline_seconds)
         own = own_group(parent, deadline_seconds=deadline_seconds, hard_seconds=hard_seconds)
-        self.rank, self.world_size, self.first_rank = own.rank, own.world_size, own.first_rank
+        self.rank, self.world_size, self.job_ranks = own.rank, own.world_size, own.job_ranks
         self._store, self.liveness, self._answering = own.store, own.liveness, own.answering
         self._group: Any = own.gloo
         self._waiting = Waiting(

@@ -32,7 +32,7 @@ class OwnGroup:
     Attributes:
         rank: This rank within it.
         world_size: Number of ranks.
-        first_rank: The first global rank.
+        job_ranks: What its ranks are called in the job, in order.
         store: A corner of the default store that its ranks share and nobody else uses.
         liveness: The liveness check.
         answering: Answers the liveness checks of other ranks until it is closed.
@@ -41,7 +41,7 @@ class OwnGroup:
 
     rank: int
     world_size: int
-    first_rank: int
+    job_ranks: tuple[int, ...]
     store: Any
     liveness: LivenessCheck
     answering: Answering
@@ -84,7 +84,7 @@ def own_group(parent: Any, *, deadline_seconds: float, hard_seconds: float) -> O
     except BaseException:
         answering.close()
         raise
-    return OwnGroup(rank, world_size, ranks[0], store, liveness, answering, gloo)
+    return OwnGroup(rank, world_size, tuple(ranks), store, liveness, answering, gloo)
 
 
 def meet_in_store(store: Any, rank: int, world_size: int, deadline_seconds: float) -> None:

@@ -25,6 +25,7 @@ from sdcwatch.core.introduction import (
     unused_everywhere,
 )
 from sdcwatch.core.records import Record
+from sdcwatch.core.text import counted_in_group
 from sdcwatch.core.topology import (
     RankInfo,
     Topology,
@@ -146,7 +147,8 @@ def meet(exchange: GlooExchange, config: GuardConfig, guarded: Guarded) -> Meeti
     exchange.connect(others)
     first = ranks[0]
     several = _SEVERAL.format(run=first.run + first.apart) if first.apart else ""
-    said = (several, note if not off else "", off, *guarded.notes)
+    counted = counted_in_group(exchange.job_ranks)
+    said = (several, counted, note if not off else "", off, *guarded.notes)
     return Meeting(
         run=first.run + first.apart,
         run_id=first.run_id,
@@ -161,8 +163,8 @@ def meet(exchange: GlooExchange, config: GuardConfig, guarded: Guarded) -> Meeti
 def _apart(exchange: GlooExchange, run_dir: Path) -> str:
     """What tells this guard's run from those of other guards of the job, or ""."""
     # Of a host: ranks on different ones may name their own disks alike.
-    name = f"{socket.gethostname()}/{exchange.first_rank}/{run_dir.absolute()}"
-    return apart(exchange.first_rank, exchange.claim(name))
+    name = f"{socket.gethostname()}/{exchange.job_ranks[0]}/{run_dir.absolute()}"
+    return apart(exchange.job_ranks[0], exchange.claim(name))
 
 
 def tell_matched(

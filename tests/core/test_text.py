@@ -4,7 +4,7 @@ from sdcwatch.core.advice import SECTIONS, what_to_do
 from sdcwatch.core.records import Check, RunWord, Suspect
 from sdcwatch.core.saved import condemnation, distrust, resumed_from_condemned
 from sdcwatch.core.summary import RunSummary
-from sdcwatch.core.text import count, list_names, list_ranks, shortened
+from sdcwatch.core.text import count, counted_in_group, list_names, list_ranks, shortened
 
 
 def test_ranks_are_listed_in_order_once_and_shortened_when_many():
@@ -83,3 +83,11 @@ def test_a_run_that_goes_on_from_a_condemned_checkpoint_is_told_which_is_good() 
     assert said.startswith("the run goes on from step 40, whose checkpoint was never confirmed")
     assert "Resume from that of step 20, the last good one" in said
     assert "Resume from an older run" in resumed_from_condemned(40, (40,), None)
+
+
+def test_ranks_of_a_group_are_told_with_what_the_job_calls_them() -> None:
+    assert counted_in_group(range(4096)) == ""
+    assert counted_in_group((1, 2)).endswith(
+        "DDP model: rank 0 is rank 1 of the job, rank 1 is rank 2 of the job"
+    )
+    assert counted_in_group(range(8, 8192)).endswith("8176 more")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sdcwatch.core.waiting import (
@@ -104,3 +106,13 @@ def test_a_rank_in_the_forward_of_the_next_step_has_gone_past_what_lies_before_i
     assert relation(in_next_forward(updated), saving) is Relation.PAST
     backward = Position(5, Stage.STEP, 9, "at the end of the backward of step 5", operation=True)
     assert relation(in_next_forward(updated), backward) is Relation.BEHIND
+
+
+def test_a_rank_whose_loop_ended_before_the_others_is_told_apart_from_one_that_failed() -> None:
+    early = Finding(left=(1,), notes={1: "left: the run ended after step 7"})
+    assert "the loop of rank 1 ended before the others': make as many steps" in describe(early)
+    assert "Join([model, guard])" in describe(early)
+    failed = Finding(left=(1,), notes={1: "left: the run ended with OSError after step 7"})
+    followed = replace(early, followed=(1,))
+    assert describe(failed) == "rank 1 left: the run ended with OSError after step 7"
+    assert describe(followed) == "rank 1 left: the run ended after step 7"

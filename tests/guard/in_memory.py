@@ -284,7 +284,7 @@ class MemoryExchange(GlooExchange):
         self._group = MemoryGroup(hub, rank)
         self._waiting = _InTurn(self, deadline_seconds, late_seconds)
         self._device_group = self._place = None
-        self.first_rank = 0
+        self.job_ranks = tuple(range(hub.world_size))
 
     @contextmanager
     def others_turn(self) -> Iterator[None]:
