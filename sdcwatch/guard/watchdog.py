@@ -193,6 +193,9 @@ class LivenessCheck:
             store.set(f"{base}/at/{self.rank}", f"{here.step} is alive, {doing}")
         mark(store, f"{base}/{state.value}", self.rank)
         store.add(f"{base}/count", 1)
+        # A run that saves for minutes, again and again, asks often; not every kind of store can.
+        with contextlib.suppress(Exception):
+            store.delete_key(key)
         if state is not Relation.HERE:
             self._unread.append(f"{base}/found")
         if self._unread:

@@ -163,6 +163,19 @@ def test_what_a_rank_asks_of_the_store_does_not_depend_on_how_many_there_are() -
     assert requests(64) <= requests(8) + 2
 
 
+def test_a_question_leaves_nothing_in_the_store_for_each_rank() -> None:
+    world, asked = 100, 5
+    ranks = liveness(world, window_seconds=20.0)
+    store = ranks[0]._store._store
+    for rank in ranks:
+        rank.begin("save_checkpoint of step 4")
+    with answering(*ranks):
+        before = store.num_keys()
+        for _ in range(asked):
+            assert ranks[0].call(afresh=True).absent == ()
+    assert store.num_keys() - before < asked * 20 + world  # each was told once to answer no more
+
+
 def test_what_was_found_before_a_connection_broke_explains_nothing() -> None:
     """A rank is busy; others find so; one of them dies when the busy one comes."""
     busy, other, dies = liveness(3)
