@@ -408,6 +408,9 @@ class MemoryStore:
             self._changed.notify_all()
             return value
 
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
     def check(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 

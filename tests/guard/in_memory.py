@@ -63,6 +63,11 @@ class MemoryStore:
     def get(self, key: str) -> bytes:
         return self.values[key]
 
+    def delete_key(self, key: str) -> bool:
+        with self._lock:
+            self._set.pop(key, None)
+            return self.values.pop(key, None) is not None
+
     def check(self, keys: Sequence[str]) -> bool:
         return all(key in self.values for key in keys)
 
