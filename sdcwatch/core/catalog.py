@@ -175,7 +175,7 @@ AUDITED_RANKS = Metric(
     "sdcwatch.audited.ranks", "gauge", "{rank}", "Ranks compared in the last audit.")
 ABSENT_RANKS = Metric(
     "sdcwatch.absent.ranks", "gauge", "{rank}",
-    "Ranks that did not answer the last liveness check; 0 again once a step completes.")
+    "Ranks that were absent in the last liveness check; 0 again once a step completes.")
 WORLD_SIZE = Metric(
     "sdcwatch.world.size", "gauge", "{rank}", "Ranks in the guarded replica group.")
 RUN_INFO = Metric(

@@ -310,9 +310,9 @@ def _blindness(scope: Scope, limits: Thresholds) -> tuple[Alert, ...]:
             name="SdcwatchAbsentRanks",
             expr=f"{dedup_exporters(absent, scope)} > 0 and on ({by}) {active}",
             severity="critical",
-            summary="Ranks do not answer the liveness check: the run hangs.",
+            summary="Ranks are gone or late, and the others wait for them.",
             text=(
-                "{run}: {value} rank(s) did not answer the last liveness check. The event log "
+                "{run}: {value} rank(s) were absent in the last liveness check. The event log "
                 "names them and the operation that the others wait in. " + _NEXT
             ),
         ),

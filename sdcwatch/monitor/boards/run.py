@@ -199,7 +199,7 @@ def _consequences_line(grid: Grid, scope: Scope, config: MonitorConfig) -> None:
         )),
         (14, 3, stat_panel(
             "Absent ranks",
-            "Ranks that did not answer the last liveness check; the event log names them.",
+            "Ranks that were absent in the last liveness check; the event log names them.",
             Query(run_queries.current(ABSENT_RANKS, scope), kind="instant"),
             show=costs("event"),
         )),
