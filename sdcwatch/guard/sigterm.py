@@ -89,6 +89,8 @@ class TerminationHandler:
         )
         if not self._installed:
             return
+        if isinstance(other, TerminationHandler):
+            other._end_listening()  # the thread that closed it could not
         signal.signal(signal.SIGTERM, self._handle)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -128,11 +130,7 @@ class TerminationHandler:
         self._installed = False
         if not main:
             return
-        if self._pipe is not None:
-            _listen_no_more(self._pipe[1])
-            self._wake(0)  # the thread ends, and closes both ends
-        if self._thread is not None:
-            self._thread.join(1.0)
+        self._end_listening()
         if not ours:
             return
         if failed:
@@ -143,6 +141,14 @@ class TerminationHandler:
                     follow.start()
         elif self.received and not self._raised:  # else the program has caught it, and goes on
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _end_listening(self) -> None:
+        """Give the wakeup descriptor back; only the main thread may."""
+        if self._pipe is not None:
+            _listen_no_more(self._pipe[1])
+            self._wake(0)  # the thread ends, and closes both ends
+        if self._thread is not None:
+            self._thread.join(1.0)
 
     def _after_failure(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() - self._failed_at > FAILED_SECONDS:  # the program goes on after all

@@ -213,6 +213,12 @@ def test_a_guard_that_another_thread_has_closed_leaves_the_signal_to_the_next(
     thread.start()
     thread.join()
     run = Run(tmp_path / "two")
+    # Also where the main thread is in a collective, in which no handler of Python runs.
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    assert run.guard._sigterm is not None
+    assert run.guard._sigterm._pipe is not None
+    assert run.guard._sigterm._pipe[1] == descriptor
 
     def is_told_to_end() -> None:
         with run.guard:
