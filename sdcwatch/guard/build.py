@@ -130,6 +130,8 @@ def build(
         gate=gate,
         watchdog=watchdog,
     )
+    if watchdog is not None:
+        watchdog.trains = lambda: steps.thread
     return Assembly(
         config=config,
         guarded=guarded,

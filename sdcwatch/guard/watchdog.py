@@ -417,6 +417,7 @@ class Watchdog:
 
     Attributes:
         end: Ends the run before the process leaves a hang, on a thread that may be left behind.
+        trains: Which thread trains; by default the one that made this.
     """
 
     def __init__(
@@ -431,11 +432,11 @@ class Watchdog:
         self.end: Callable[[RankGone], None] = lambda gone: None
         self._hang_seconds = hang_seconds
         self._poll_seconds = min(1.0, hang_seconds / 5)
-        self._training = threading.get_ident()
+        here = threading.get_ident()
+        self.trains: Callable[[], int] = lambda: here
         self._since: float | None = None
         self._place = liveness.where
-        self._step = 0
-        self._reported = 0
+        self._step = self._reported = 0
         self._stop = threading.Event()
         liveness.busy = lambda: " (it compiles)" if self.compiling() else ""
         liveness.stuck_in_forward = self.stuck_in_forward
@@ -459,7 +460,7 @@ class Watchdog:
 
     def compiling(self) -> bool:
         """Whether the training thread is in a compiler, which may take minutes."""
-        frame: FrameType | None = sys._current_frames().get(self._training)
+        frame: FrameType | None = sys._current_frames().get(self.trains())
         return any(module in _COMPILERS for module in _modules(frame))
 
     def stuck_in_forward(self) -> bool:
@@ -474,7 +475,7 @@ class Watchdog:
         return self._broadcast() is first
 
     def _broadcast(self) -> FrameType | None:
-        frame: FrameType | None = sys._current_frames().get(self._training)
+        frame: FrameType | None = sys._current_frames().get(self.trains())
         while frame is not None and frame.f_code.co_name != _BROADCAST:
             frame = frame.f_back
         return frame

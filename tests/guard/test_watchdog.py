@@ -154,6 +154,19 @@ def test_a_rank_knows_that_it_compiles(bench: Bench) -> None:
     assert scope["compile_frame"]()  # type: ignore[operator]
 
 
+def test_a_rank_that_trains_in_another_thread_knows_that_it_compiles_there(bench: Bench) -> None:
+    dog, goes_on = bench.start(), threading.Event()
+    scope = {"__name__": "torch._dynamo.convert_frame", "wait": goes_on.wait}
+    exec("def compile_frame():\n    wait(20)", scope)
+    training = threading.Thread(target=scope["compile_frame"])  # type: ignore[arg-type]
+    training.start()
+    dog.trains = lambda: training.ident or 0
+    until(dog.compiling)
+    goes_on.set()
+    training.join()
+    assert not dog.compiling()
+
+
 def test_who_is_told_that_ranks_ran_apart_says_so_when_its_connection_breaks(
     bench: Bench,
 ) -> None:
