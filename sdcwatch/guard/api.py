@@ -440,9 +440,8 @@ class Guard(JoinableGuard):
 
     def _end_hang(self, gone: RankGone) -> None:
         """End the run from another thread, because the process is about to leave a hang."""
-        if (
-            self._ending
-        ):  # the training thread came out of it, and ends the process with its own code
+        if self._ending:
+            # The training thread came out of it, and ends the process with its own code.
             time.sleep(END_SECONDS)
         self._ends_process = True
         self._close(gone, EXIT_HANG)
@@ -459,9 +458,8 @@ class Guard(JoinableGuard):
         if unmet and finished.exit_code:
             ended += f" ({list_ranks(unmet)} absent)"
         note = f"{ended} after step {finished.step}"
-        with (
-            ExitStack() as then
-        ):  # from its end to its beginning, whatever a second Ctrl-C cuts short
+        # From its end to its beginning, whatever a second Ctrl-C cuts short.
+        with ExitStack() as then:
             if self._sigterm is not None:
                 code = finished.exit_code
                 then.callback(self._sigterm.close, failed=code != 0, code=code)

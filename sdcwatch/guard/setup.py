@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from sdcwatch.config import GuardConfig
-from sdcwatch.errors import RankGone
+from sdcwatch.core.text import joined
+from sdcwatch.errors import ConfigurationError, RankGone
 from sdcwatch.guard.build import Assembly, build
 from sdcwatch.guard.exchange import GlooExchange
 from sdcwatch.guard.guarded import what_is_guarded
@@ -22,6 +23,9 @@ from sdcwatch.guard.meeting import meet
 from sdcwatch.guard.reporter import open_console
 from sdcwatch.guard.starting import give_up_run, open_run
 from sdcwatch.sinks.base import Sink
+
+_PARTS = ("name", "emit", "close")
+"""What every sink has."""
 
 
 def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any]) -> Assembly:
@@ -34,6 +38,7 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
     """
     arguments = dict(options)
     sinks: Sequence[Sink] = arguments.pop("sinks", ())
+    _require_sinks(sinks)
     config = GuardConfig.from_env(**arguments)
     guarded = what_is_guarded(model, optimizer, config)
     with ExitStack() as undo:  # where it fails
@@ -51,6 +56,17 @@ def assemble(model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any])
         made = build(config, guarded, exchange, meeting, reporter, close_console)
         undo.pop_all()
         return made
+
+
+def _require_sinks(sinks: Sequence[object]) -> None:
+    for sink in sinks:
+        missing = [part for part in _PARTS if not hasattr(sink, part)]
+        if missing:
+            msg = (
+                f"Expected sinks with {joined(_PARTS)}, but got a {type(sink).__name__} without "
+                f"{joined(missing)}. Derive it from sdcwatch.sinks.base.BaseSink."
+            )
+            raise ConfigurationError(msg)
 
 
 def _leave(exchange: GlooExchange, error: BaseException | None) -> None:

@@ -36,6 +36,8 @@ from sdcwatch.guard.watchdog import LivenessCheck, bounded
 
 RECHECK_SECONDS = 60.0
 """Time between two liveness checks while a rank is late."""
+SLOW_SECONDS = 300.0
+"""After that long a save is spoken of, though it may take an hour: it may be stuck."""
 MOMENT_SECONDS = 0.5
 """What an operation may take to end once its last rank has come."""
 POLL_SECONDS = 5e-5
@@ -332,6 +334,8 @@ class Waiting:
             self._gone(finding, operation, waited, broken)
         if waited >= extra_seconds:
             self._is_late(finding, operation, waited)
+        elif waited >= SLOW_SECONDS and finding.elected:  # nobody is late yet
+            LOG.warning("%s takes long (%.0f s): %s", operation, waited, describe(finding))
         return False
 
     def _is_late(self, finding: Finding, operation: str, waited: float) -> None:

@@ -130,6 +130,15 @@ def test_an_option_without_its_name(bench: Bench) -> None:
     assert "got 50 as a third argument" in expected_got_do(caught.value)
 
 
+def test_a_sink_that_lacks_what_every_sink_has(bench: Bench) -> None:
+    class Printer:
+        def emit(self, record: object) -> None: ...
+
+    with pytest.raises(ConfigurationError) as caught:
+        sdcwatch.init(bench.model, bench.optimizer, sinks=[Printer()], **bench.options)
+    assert "got a Printer without name and close" in expected_got_do(caught.value)
+
+
 def test_a_variable_that_sets_no_option_is_said(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -444,8 +453,10 @@ def test_a_closed_guard_says_so_and_closing_it_again_does_nothing(
 
 
 def test_a_guard_that_another_thread_closes_is_waited_for(
-    guard: sdcwatch.Guard, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Only the main thread can give a signal back: none is taken.
+    guard = sdcwatch.init(bench.model, bench.optimizer, handle_sigterm=False, **bench.options)
     entered, scraped = threading.Event(), threading.Event()
     close = guard._reporter.close
 

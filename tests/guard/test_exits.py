@@ -286,10 +286,13 @@ def test_a_second_interrupt_while_a_run_ends_takes_no_record_and_leaves_nobody_w
     run, done = Run(tmp_path), []
     run.step()
 
-    def interrupt(*_: object, **__: object) -> None:
+    part, method = interrupted.split(".")
+    usual = getattr(getattr(run.guard, part), method)
+
+    def interrupt(*given: object, **named: object) -> None:
+        usual(*given, **named)
         raise KeyboardInterrupt
 
-    part, method = interrupted.split(".")
     with monkeypatch.context() as patched:
         patched.setattr(getattr(run.guard, part), method, interrupt)
         patched.setattr(run.guard, "_leave_in_order", lambda: done.append("left"))

@@ -91,6 +91,35 @@ def test_a_device_that_has_failed_is_nobody_elses_fault(
     assert raised.value is error  # and no question was put to the others
 
 
+def test_a_save_that_takes_long_is_spoken_of_before_it_is_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sdcwatch.guard.waits.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("sdcwatch.guard.waits.MOMENT_SECONDS", 0.0)
+
+    class Saves:
+        def __init__(self) -> None:
+            self.looks = 0
+
+        def wait(self, timeout: timedelta) -> None:
+            self.looks += 1
+            if self.looks < 3:  # of the deadline, and once the others were asked
+                time.sleep(timeout.total_seconds())
+                msg = "timed out"
+                raise RuntimeError(msg)
+
+    finding, told = Finding(behind=(0,), notes={0: "is alive, saving"}), []
+    liveness = LivenessCheck(None, 1, 2)
+    monkeypatch.setattr(liveness, "call", lambda at: finding)
+    waiting = Waiting(liveness, object(), deadline_seconds=0.01, late_seconds=1.0)
+    waiting.on_absent = lambda *late: told.append(late)
+    waiting.wait(Saves, "the end of save_checkpoint of step 3", extra_seconds=3600.0)
+    (said,) = caplog.messages
+    assert said.startswith("the end of save_checkpoint of step 3 takes long")
+    assert "rank 0 is alive, saving" in said
+    assert told == []
+
+
 def test_a_deadline_with_a_part_of_a_millisecond_breaks_no_connection() -> None:
     class LikeGloo:
         def wait(self, timeout: timedelta) -> None:

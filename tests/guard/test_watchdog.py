@@ -235,11 +235,9 @@ def test_a_step_that_went_on_during_the_liveness_check_was_slow_and_is_not_left(
 
 
 def test_nothing_runs_after_closing(bench: Bench) -> None:
-    def running() -> set[str]:
-        return {t.name for t in threading.enumerate() if t.name.startswith("sdcwatch-")}
-
-    before = running()
+    before = set(threading.enumerate())
     bench.start()
-    assert running() - before == {"sdcwatch-watchdog", "sdcwatch-liveness"}
+    started = set(threading.enumerate()) - before
+    assert {thread.name for thread in started} == {"sdcwatch-watchdog", "sdcwatch-liveness"}
     bench.close()
-    assert running() == before
+    assert not any(thread.is_alive() for thread in started)
