@@ -153,6 +153,7 @@ class Finding:
             name: tuple(r for r in row[name] if r != rank)
             for name in ("past", "behind", "left", "silent", "followed")
         }
+        groups["unmet"] = tuple(row["unmet"])  # this rank may be the one that was missed
         notes = {int(r): t for r, t in row["notes"].items() if int(r) != rank}
         return cls(**{**row, **groups, "notes": notes, "elected": False})
 

@@ -443,6 +443,7 @@ class Guard(JoinableGuard):
         if self._ending:
             # The training thread came out of it, and ends the process with its own code.
             time.sleep(END_SECONDS)
+            return
         self._ends_process = True
         self._close(gone, EXIT_HANG)
 

@@ -191,7 +191,7 @@ def issued(issue: Callable[[], Any]) -> Any:
     try:
         return issue()
     except RuntimeError as error:
-        _is_of_a_peer(error)
+        _let_own_through(error)
         return Broken(error)
 
 
@@ -202,13 +202,13 @@ def unfinished(work: Any, seconds: float) -> str | None:
         # Rounded up: gloo cuts off a part of a millisecond, and would be back too soon.
         work.wait(timeout=timedelta(milliseconds=math.ceil(1000 * seconds)))
     except RuntimeError as error:
-        _is_of_a_peer(error)
+        _let_own_through(error)
         under_way = time.monotonic() - started >= seconds
         return "" if under_way else str(error).splitlines()[0]
     return None
 
 
-def _is_of_a_peer(error: RuntimeError) -> None:
+def _let_own_through(error: RuntimeError) -> None:
     """Raise what a signal handler raised, or this rank's own device: no peer has to do with it.
 
     An operation of the guard is often the first to look at a device on which a kernel of the
@@ -335,7 +335,7 @@ class Waiting:
         if waited >= extra_seconds:
             self._is_late(finding, operation, waited)
         elif waited >= SLOW_SECONDS and finding.elected:  # nobody is late yet
-            LOG.warning("%s takes long (%.0f s): %s", operation, waited, describe(finding))
+            _say_it_takes_long(finding, operation, waited)
         return False
 
     def _is_late(self, finding: Finding, operation: str, waited: float) -> None:
@@ -344,7 +344,7 @@ class Waiting:
         if self.on_absent is not None and finding.absent:
             self.on_absent(finding, operation, waited)
         else:
-            LOG.warning("%s takes long (%.0f s): %s", operation, waited, describe(finding))
+            _say_it_takes_long(finding, operation, waited)
 
     def _gone(self, finding: Finding, operation: str, waited: float, problem: str) -> None:
         if self.on_absent is not None and finding.is_told_by(self._liveness.rank):
@@ -353,3 +353,7 @@ class Waiting:
         if self.on_absent is None:  # nobody has said it yet
             LOG.critical(gone)
         raise gone
+
+
+def _say_it_takes_long(finding: Finding, operation: str, waited: float) -> None:
+    LOG.warning("%s takes long (%.0f s): %s", operation, waited, describe(finding))

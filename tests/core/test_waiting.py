@@ -88,6 +88,11 @@ def test_a_rank_that_reads_what_another_found_knows_that_it_is_here_itself() -> 
     assert (got.behind, got.silent, got.notes) == ((2,), (0,), {})
 
 
+def test_a_finding_that_another_rank_reads_keeps_whom_the_first_to_leave_missed() -> None:
+    finding = Finding(left=(1, 2), followed=(1, 2), unmet=(0,))
+    assert Finding.decode(finding.encode(), rank=0).named == (0,)
+
+
 def test_a_finding_about_many_ranks_stays_one_line_a_person_reads() -> None:
     text = describe(Finding(silent=tuple(range(1000))))
     assert text.count("gave no sign of life") == 8

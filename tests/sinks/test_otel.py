@@ -140,7 +140,7 @@ def test_whatever_moment_a_scrape_comes_at_a_failed_run_has_its_reason(
 ):
     dispatcher, _ = sinks(start)
     feed(dispatcher, [start])
-    record, scrapes = OtelSink._record, []
+    record, scrapes, fetches = OtelSink._record, [], []
 
     def record_and_be_scraped(sink, measurement):
         record(sink, measurement)
@@ -152,7 +152,6 @@ def test_whatever_moment_a_scrape_comes_at_a_failed_run_has_its_reason(
             fetch.join(0.3)
             fetches.append(fetch)
 
-    fetches = []
     monkeypatch.setattr(OtelSink, "_record", record_and_be_scraped)
     reason = "the run ended with ValueError"
     end = RunFinished(step=3, time=1.0, state=GuardState.FAILED, reason=reason, exit_code=1)
